@@ -1,7 +1,7 @@
 """Tensors and JSON on a disk or in a bucket: whole or absent, verified, readable under any split.
 
-Knows no run, unit or Accelerator. `functions` has its front door, `protocols` what it asks of a place and of
-the other ranks; docs/checkpoint-format.md says what lies in the place.
+This package does not know runs, units or the Accelerator. `functions` has the public functions; `protocols`
+has the interfaces that a place and a group of ranks implement; docs/checkpoint-format.md describes the files.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Tagged JSON: plain Python state as JSON text, and back with the same types.
 
-JSON alone turns tuples into lists and integer keys into text, and knows no infinity: a scheduler
-restored from it skips its milestones. Here what JSON cannot say is an object with one key that
-starts with "$" (docs/checkpoint-format.md lists them). Decoding builds data only: it imports nothing,
-and calls nothing that a file names.
+JSON alone turns tuples into lists and integer keys into text, and has no infinity: a scheduler
+restored from plain JSON skips its milestones. A type that JSON lacks is stored as an object with one key
+that starts with "$" (docs/checkpoint-format.md lists the keys). Decoding builds data only: the decoder
+imports nothing and calls nothing that a file names.
 """
 
 from __future__ import annotations
@@ -26,25 +26,22 @@ from accel_core.storage.tensor_bytes import DTYPES, bytes_of, name_of, tensor_fr
 from accel_core.storage.wrapped import Parts
 
 INLINE_BYTES: Final = 1 << 16
-"""Larger tensors go to the data file, where there is one to take them."""
+"""Larger tensors go to the data file, if the caller passes a `Store`."""
 
 
 Store = Callable[[str, Tensor], str]
-"""Function that stores a tensor: (path in the state, tensor) -> its key."""
+"""Function that stores a tensor: (path in the state, tensor) -> key."""
 Fetch = Callable[[str], Tensor]
-"""The key given by a `Store` -> the tensor."""
+"""Function that returns the tensor of a key that a `Store` returned."""
 _FACTORIES: Final = {kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)}
-"""Types that a defaultdict may fill itself with."""
+"""Types that may be the default factory of a defaultdict."""
 _NOWHERE: Final[Mapping[str, Tensor]] = {}
 _PLAIN: Final = frozenset({bool, int, str, type(None)})
-"""Types that JSON has."""
+"""Types that are valid JSON as they are."""
 
 
 def not_plain(tensor: Tensor) -> str:
-    """Words for a tensor that is not its elements in memory.
-
-    It is "" for a tensor that can be stored.
-    """
+    """Return a description of a tensor that cannot be stored, for an error message; "" for other tensors."""
     if type(tensor) is not Tensor and is_lazy(tensor):
         return "a lazy tensor without a shape, before the first batch,"
     if tensor.is_nested:
@@ -66,18 +63,18 @@ def require_plain(what: str, tensor: Tensor) -> None:
 
 
 def encode(value: Any, path: str, store: Store | None = None) -> Any:
-    """`value` as what `json.dumps` takes.
+    """Return `value` as data that `json.dumps` accepts.
 
     Types are matched exactly: a subclass could not be rebuilt without running its code.
 
     Raises:
-        CheckpointError: something in it is not plain data; the message names its path.
+        CheckpointError: a value inside is not plain data; the message names its path.
     """
     kind = type(value)
     if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
         return value
     if kind is list:
-        if _PLAIN.issuperset(map(type, value)):  # as the 625 numbers of a generator
+        if _PLAIN.issuperset(map(type, value)):  # fast path, for the 625 numbers of a random state
             return value[:]
         return [encode(item, f"{path}[{number}]", store) for number, item in enumerate(value)]
     if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
@@ -100,12 +97,12 @@ def encode(value: Any, path: str, store: Store | None = None) -> Any:
     if tag is None:
         raise _refusal(path, f"a {kind.__module__}.{kind.__qualname__}")
     body = encode(_TAGS[tag][1](value), path, store)
-    # A set of text has another order in each process, and ranks compare what they encode.
+    # The order of a set of strings differs between processes, and ranks compare their encoded states.
     return {tag: sorted(body, key=repr) if isinstance(value, set | frozenset) else body}
 
 
 def decode(value: Any, path: str, fetch: Fetch = _NOWHERE.__getitem__) -> Any:
-    """Decode tagged JSON, as `json.loads` gives it. Tensors come back on the CPU.
+    """Return the value of tagged JSON that `json.loads` has parsed; its tensors are on the CPU.
 
     Raises:
         CheckpointError: a tag is unknown or malformed; the message names its path.
@@ -123,7 +120,7 @@ def decode(value: Any, path: str, fetch: Fetch = _NOWHERE.__getitem__) -> Any:
     try:
         return fetch(body) if tag == "$stored" else _MAKE[tag](body)
     except (LookupError, ValueError, TypeError, AttributeError, RuntimeError, ArithmeticError) as error:
-        # Whatever a damaged or crafted body makes of the constructors.
+        # The errors that constructors raise for a damaged or crafted body.
         about = f"{path}: {tag} is unknown or malformed ({error})"
         raise CheckpointError(
             f"{about}\nload another checkpoint; `accel checkpoint list` names them"
@@ -131,15 +128,12 @@ def decode(value: Any, path: str, fetch: Fetch = _NOWHERE.__getitem__) -> Any:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Compare two values of plain data to the last bit; NaN is the same as NaN."""
+    """Return True if two values of plain data are equal to the last bit; NaN equals NaN."""
     return bool(encode(one, "value") == encode(other, "value"))
 
 
 def _step(key: str) -> str:
-    """Return a key in a path.
-
-    Two paths are never alike, for large tensors are stored under them.
-    """
+    """Return a key as a step of a path. Paths are unique: large tensors are stored under their path."""
     return f"[{key!r}]" if "." in key or "[" in key else f".{key}"
 
 
@@ -179,7 +173,7 @@ def _of_array(value: Any) -> list[Any]:
 
 
 _KINDS: Final = "biufcSUMm"
-"""numpy's kinds of dtype that are nothing but their bytes."""
+"""numpy's dtype kinds whose arrays are fully described by their bytes."""
 
 _TAGS: Final[Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]]] = {
     "$float": (float, repr, float),
@@ -212,10 +206,7 @@ _TAGS: Final[Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]
     "$array": (np.ndarray, _of_array, _array),
     "$scalar": (np.generic, _of_array, lambda body: _array(body)[()]),
 }
-"""Tag -> (type, function value -> body, function decoded body -> value).
-
-The body is encoded in turn.
-"""
+"""Tag -> (type, function value -> body, function decoded body -> value). The body is encoded in turn."""
 
 _MAKE: Final = {tag: make for tag, (_, _, make) in _TAGS.items()}
 

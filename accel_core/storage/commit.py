@@ -1,11 +1,11 @@
 """The commit of a save: the exclusive creation of the next manifest.
 
     NAME/SAVE_ID/...              the files of one save
-    NAME/manifest-00000007.json   the commit. The whole one of the highest number counts
+    NAME/manifest-00000007.json   the commit. The whole manifest with the highest number is valid
 
-A kill at any instant leaves the checkpoint before, or the new one. Nothing is renamed, and other files in
-the folder are never looked at. What is left of a save that was killed is a folder SAVE_ID that no manifest
-names and no process claims. The first rank of each disk calls the functions that write.
+A kill at any instant leaves the earlier checkpoint or the new checkpoint. Nothing is renamed, and other files
+in the folder are never read. A killed save leaves a folder SAVE_ID that no manifest names and no process
+claims. The first rank of each disk calls the functions that write.
 """
 
 from __future__ import annotations
@@ -51,41 +51,41 @@ _KINDS: Final = {
 }
 _COMMIT: Final = re.compile(r"manifest-(\d{8})\.json")
 MANIFEST_BYTES: Final = 1 << 28
-"""No manifest is larger: it has a line of some 100 bytes for each file."""
+"""Largest size of a manifest, which has a line of about 100 bytes per file."""
 
 
 @frozen
 class Manifest:
-    """The members that loading acts on; docs/checkpoint-format.md lists all.
-
-    number: of the commit, which its file is named for. domains: node -> the ranks with files on its disk;
-    empty where all see one. name: None where the user named the checkpoint. members: every one, as read.
-    """
+    """The members of a manifest that loading uses; docs/checkpoint-format.md lists all members."""
 
     number: int
+    """Number of the commit, from the name of its file."""
     save_id: str
     run_id: str
     world: Mapping[str, int]
     files: Mapping[str, FileRecord]
     name: str | None
+    """Name in the numbered series; None if the user named the checkpoint."""
     iteration: int
     lineage: Sequence[str]
     domains: Sequence[Sequence[int]]
+    """Node -> the ranks with files on its disk. Empty if all ranks see one disk."""
     members: Mapping[str, Any]
+    """All members, as read."""
 
 
 def manifest_of(members: Mapping[str, Any]) -> bytes:
-    """Return the manifest's content; its last line is a checksum of the rest."""
+    """Return the text of a manifest; its last member is a checksum of the text before it."""
     named = {"format": FORMAT, "version": VERSION, **members}
     text = json.dumps(named, indent=2, allow_nan=False, default=repr)
     return _with_checksum(text.removesuffix("\n}").encode())
 
 
 def understood(content: bytes, path: str, number: int) -> Manifest:
-    """Return the manifest that this file has.
+    """Return the manifest in the content of a file.
 
     Raises:
-        CheckpointError: it is damaged, or of a version that is not known here.
+        CheckpointError: the manifest is damaged, or of an unknown version.
     """
     with malformed_as_damaged(path):
         members = json.loads(content, parse_constant=_no_number)
@@ -121,16 +121,16 @@ def _with_checksum(content: bytes) -> bytes:
     return content + f',\n  "checksum": "{xxh3_64_hexdigest(content)}"\n}}\n'.encode()
 
 
-# -- what is there --------------------------------------------------------------------------------------
+# -- reading manifests -----------------------------------------------------------------------------------
 
 
 def new_save_id() -> str:
-    """Return an id for one save."""
+    """Return a new random id for a save."""
     return f"save-{secrets.token_hex(8)}"
 
 
 def commits(place: Storage) -> dict[int, str]:
-    """Return number -> name of the manifests in a folder, the newest last. Raises UnreadableError."""
+    """Return number -> file name of the manifests in a folder, the newest last. Raises UnreadableError."""
     return _numbered(listed(place))
 
 
@@ -140,15 +140,16 @@ def _numbered(entries: Iterable[str]) -> dict[int, str]:
 
 
 def manifests(place: Storage) -> list[Manifest]:
-    """Return the manifests of a folder that are whole, the newest first. Raises UnreadableError."""
+    """Return the whole manifests of a folder, the newest first. Raises UnreadableError."""
     return _whole(place)[0]
 
 
 def read_manifest(place: Storage) -> Manifest:
-    """Return the manifest that counts: of the newest commit that is whole.
+    """Return the manifest of the newest commit that is whole.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or of a version that is not known here.
+        CheckpointError: the folder has no manifest, or only damaged manifests, or a manifest of an unknown
+            version.
     """
     found, failure = _whole(place, 1)
     if found:
@@ -166,24 +167,24 @@ def not_a_checkpoint(place: Storage) -> CheckpointError:
 
 
 def _whole(place: Storage, most: int | None = None) -> tuple[list[Manifest], CheckpointError | None]:
-    """Return the newest manifests that are whole, and what is wrong with the first that is not."""
+    """Return the newest `most` whole manifests, and the error of the newest damaged manifest."""
     while True:
         entries, found, failure = listed(place), list[Manifest](), None
         try:
             for number, name in reversed(_numbered(entries).items()):
                 try:
                     found.append(_read(place, number, name, entries[name]))
-                except DamagedError as error:  # it may be being written: the one before counts until it is
+                except DamagedError as error:  # maybe still being written: use the earlier one
                     failure = failure or error
                 if len(found) == most:
                     break
-        except FileNotFoundError:  # it was replaced meanwhile
+        except FileNotFoundError:  # a newer save has removed it: list again
             continue
         return found, failure
 
 
 def _read(place: Storage, number: int, name: str, size: int | None) -> Manifest:
-    """Return a manifest. Raises CheckpointError; FileNotFoundError if it is gone."""
+    """Read a manifest. Raises CheckpointError, or FileNotFoundError if the file was removed."""
     path = f"{place}/{name}"
     if size is None or size > MANIFEST_BYTES:
         raise damaged(path, f"it is not a file of at most {MANIFEST_BYTES} bytes")
@@ -200,7 +201,7 @@ def _read(place: Storage, number: int, name: str, size: int | None) -> Manifest:
 
 
 def intact(place: Storage) -> Manifest | None:
-    """Return the manifest; None of a damaged checkpoint. Raises UnreadableError."""
+    """Return the manifest of a checkpoint; None if it is damaged. Raises UnreadableError."""
     try:
         return read_manifest(place)
     except UnreadableError:
@@ -209,14 +210,14 @@ def intact(place: Storage) -> Manifest | None:
         return None
 
 
-# -- by the first rank of each disk ------------------------------------------------------------------------
+# -- writing, by the first rank of each disk ---------------------------------------------------------------
 
 
 def begin(place: Storage) -> int:
     """Return the number of the next commit.
 
     Raises:
-        CheckpointError: the place holds something, and is no checkpoint.
+        CheckpointError: the folder has files but is not a checkpoint, or cannot be listed.
     """
     try:
         entries = place.list()
@@ -244,10 +245,17 @@ def cannot_be_saved(place: Storage, error: OSError) -> CheckpointError:
 
 
 def commit(place: Storage, members: Mapping[str, object], number: int, sizes: Mapping[str, int]) -> None:
-    """Create the manifest of this number. sizes: of the files of this save that are in this place.
+    """Create the manifest with this number.
+
+    Args:
+        place: the checkpoint's folder.
+        members: all members of the manifest.
+        number: the number of the commit.
+        sizes: name -> bytes of the files of this save that are on this disk.
 
     Raises:
-        CheckpointError: another save has come between, or a file of this one is not there.
+        CheckpointError: another save has created the manifest, or a file of this save is missing.
+        OSError: the manifest cannot be written.
     """
     save_id = str(members["save_id"])
     home = place.at(save_id)
@@ -268,7 +276,7 @@ def commit(place: Storage, members: Mapping[str, object], number: int, sizes: Ma
 
 
 def overtaken(place: Storage, number: int) -> CheckpointError:
-    """Return the error for a place where another save has created the commit of this number."""
+    """Return the error for a folder in which another save has created the commit with this number."""
     return CheckpointError(
         f"{place} has {'changed' if number > 1 else 'appeared'} while this save was written: another run"
         " saves there\nboth keep what they have; give each run a folder (project_dir) of its own",
@@ -282,10 +290,10 @@ def is_committed(place: Storage, save_id: str) -> bool:
 
 
 def prune(place: Storage, keep: int) -> None:
-    """Remove commits before this number, and what saves that are over have left. What fails is logged.
+    """Remove commits below the number `keep` and the files of killed saves. Failures are logged.
 
-    Manifests go first, then the files that none of those left names. A writer commits while it holds its
-    claim, so that what is not claimed, and not named afterwards, never will be.
+    Manifests are removed first, then the saves that no remaining manifest names. A save commits while it
+    holds its claim: if its folder is unclaimed, and no manifest read afterwards names it, none ever will.
     """
     try:
         found = commits(place)
@@ -301,7 +309,7 @@ def _remove_unnamed(place: Storage) -> None:
     if not over:
         return
     found, failure = _whole(place)
-    if failure is not None:  # nobody knows what it names
+    if failure is not None:  # the damaged manifest may name any of the saves
         logger.warning("nothing is removed there: %s", failure)
         return
     for save_id in over.difference(manifest.save_id for manifest in found):
@@ -310,7 +318,7 @@ def _remove_unnamed(place: Storage) -> None:
 
 
 def discard(place: Storage, save_id: str) -> None:
-    """Remove a save that failed, its manifest first. What fails is logged."""
+    """Remove a failed save, its manifest first. Failures are logged."""
     try:
         place.remove([f"manifest-{m.number:08d}.json" for m in manifests(place) if m.save_id == save_id])
         home = place.at(save_id)
@@ -321,7 +329,12 @@ def discard(place: Storage, save_id: str) -> None:
 
 
 def remove(place: Storage) -> list[str]:
-    """Remove a checkpoint, its manifests first. Returns what else lies there. Raises OSError."""
+    """Remove a checkpoint, its manifests first; return the names of other entries.
+
+    Raises:
+        OSError: an entry cannot be removed.
+        UnreadableError: the folder cannot be listed.
+    """
     place.remove([*commits(place).values()])
     for name in filter(SAVE.fullmatch, listed(place)):
         home = place.at(name)

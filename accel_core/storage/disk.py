@@ -22,23 +22,23 @@ except ImportError:  # Windows: claims are judged by their age
     HAS_LOCKS = False
 
 CLAIM: Final = "claim-"
-"""Start of the name of a claim's file."""
+"""Prefix of the names of claim files."""
 CLAIM_SECONDS: Final = 24 * 3600.0
-"""Age from which a claim counts for nothing where its lock cannot be asked."""
+"""Age in seconds at which a claim expires if its lock cannot be tested."""
 BEGIN_SECONDS = 10.0
-"""Time that a process has from making a folder or a claim's file to locking it: then its save fails."""
+"""Seconds between the creation of a folder or claim file and its lock; a slower save fails."""
 LIST_SECONDS = 30.0
-"""Time for a folder to be listed: an entry may be listed and never found, as of a stale NFS handle."""
+"""Seconds to retry the listing of a folder: a stale NFS handle is listed but never found."""
 OPEN_FILES: Final = 64
-"""Largest number of files of a folder that are open at once."""
+"""Largest number of files open at once, per folder."""
 _NOT_HERE: Final = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EINVAL)
-"""Errors by which file systems say that they have no links."""
+"""Errors of file systems that do not support hard links."""
 _held: Final[set[Path]] = set()
-"""Claims of this process: on some systems a lock is lost when its own process looks at it."""
+"""Claims of this process. On some systems a process that tests its own lock loses the lock."""
 
 
 class Disk:
-    """See `Storage`. path: absolute. shared: all nodes see it."""
+    """A folder on a disk: see `Storage`. `path` is absolute; `shared` says that all nodes see the folder."""
 
     def __init__(self, path: Path, *, shared: bool = True) -> None:
         self.path, self.shared = path, shared
@@ -52,30 +52,30 @@ class Disk:
 
     @property
     def name(self) -> str:
-        """The last part of its path."""
+        """The last part of the path."""
         return self.path.name
 
     def at(self, name: str) -> Disk:
-        """Return a folder in it."""
+        """Return a folder inside this folder."""
         return Disk(self.path / name, shared=self.shared)
 
     def list(self) -> Mapping[str, int | None]:
-        """Return name -> bytes of each regular file, None of all else: links are not followed."""
+        """Return name -> bytes of each regular file, None for other entries. Links are not followed."""
         deadline = time.monotonic() + LIST_SECONDS
         while True:
             try:
                 with os.scandir(self.path) as entries:
                     return {each.name: _size(each) for each in entries}
             except (FileNotFoundError, NotADirectoryError) as error:
-                if not self.path.exists():  # also where a folder above it is a file
+                if not self.path.exists():  # also if a parent of the folder is a file
                     return {}
                 if isinstance(error, NotADirectoryError) or time.monotonic() > deadline:
                     raise
-                # A file was removed since, and what replaces it may not be listed: look again.
+                # A file was removed during the listing, and its replacement may be missing: list again.
                 time.sleep(0.001)
 
     def read(self, name: str, start: int, into: memoryview) -> None:
-        """Fill `into`; follows no symbolic link and waits for no pipe."""
+        """Fill `into` with the bytes of a regular file; symbolic links and pipes are refused."""
         file = self._opened(name)
         while into:
             count = _read_at(file.handle, into, start)
@@ -84,15 +84,15 @@ class Disk:
             start, into = start + count, into[count:]
 
     def create(self, name: str, content: bytes) -> None:
-        """Give a synced file of a folder of its own this name too, which fails if the name is taken."""
-        beside = self.at(f"save-{secrets.token_hex(8)}")  # left by a kill, it goes as any save's folder does
+        """Write and sync the file in a temporary folder, then hard-link it to `name`, which must be free."""
+        beside = self.at(f"save-{secrets.token_hex(8)}")  # after a kill, removed like any save's folder
         with beside.claim():
             try:
                 with beside.writer(name) as file:
                     file.write(content)
                 try:
                     _name_once(beside.path / name, self.path / name, content)
-                except FileExistsError:  # maybe of our own request, which was answered late and sent again
+                except FileExistsError:  # over NFS, our own request may be sent twice
                     if (self.path / name).read_bytes() != content:
                         raise
                 self.sync()
@@ -101,7 +101,7 @@ class Disk:
 
     @contextmanager
     def writer(self, name: str) -> Iterator[BinaryIO]:
-        """Write a new file; it and its name are synced."""
+        """Write a new file; the file and its folder entry are synced."""
         with (self.path / name).open("xb") as file:
             yield file
             file.flush()
@@ -109,18 +109,18 @@ class Disk:
         self.sync()
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove files, and the folder if it is empty then; what a link leads to is not removed."""
+        """Remove files, then the folder if it is empty. Raises OSError if the folder is a symbolic link."""
         if self.path.is_symlink():
             raise OSError(errno.ELOOP, "it is a link, and what it leads to stays", str(self.path))
         for name in names:
-            with suppress(FileNotFoundError, IsADirectoryError):  # a folder is not ours
+            with suppress(FileNotFoundError, IsADirectoryError):  # no save makes a folder in here
                 (self.path / name).unlink()
         with suppress(OSError):
             self.path.rmdir()
 
     @contextmanager
     def claim(self) -> Iterator[None]:
-        """Make the folder, and a file in it that this process locks, where the file system has locks."""
+        """Create the folder and a claim file in it, which this process locks if the file system has locks."""
         self.path.mkdir(parents=True, exist_ok=True)
         path = self.path / f"{CLAIM}{secrets.token_hex(8)}"
         _held.add(path)
@@ -137,14 +137,14 @@ class Disk:
                 self.path.rmdir()
 
     def is_claimed(self) -> bool:
-        """Return True if a claim's lock is held, or may be, or the folder is so new that one may come."""
+        """Return True if a claim's lock is or may be held, or if the folder is too new to have a claim."""
         entries = self.list()
         if not entries:
             return _age(self.path) < BEGIN_SECONDS
         return any(_is_alive(self.path / name) for name in entries if name.startswith(CLAIM))
 
     def local_cache(self, nonce: str) -> Disk:
-        """Return itself."""
+        """Return this folder."""
         del nonce
         return self
 
@@ -156,8 +156,8 @@ class Disk:
         """Do nothing."""
 
     def sync(self) -> None:
-        """Make the folder's entries survive a power cut."""
-        if os.name != "nt":  # a folder cannot be opened there
+        """Sync the folder, so that its entries survive a power failure."""
+        if os.name != "nt":  # Windows cannot open a folder
             handle = os.open(self.path, os.O_RDONLY)
             try:
                 os.fsync(handle)
@@ -166,12 +166,12 @@ class Disk:
 
 
 class _Opened:
-    """A file that is open until nobody reads it any more."""
+    """A file for reading, closed when the object is deleted."""
 
     handle = -1
 
     def __init__(self, folder: Path, name: str) -> None:
-        wanted = ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY")  # as far as the system has them
+        wanted = ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY")  # flags that the system lacks are skipped
         flags = sum((getattr(os, flag, 0) for flag in wanted), os.O_RDONLY)
         self.handle = os.open(folder / name, flags)
         if not S_ISREG(os.fstat(self.handle).st_mode):
@@ -187,7 +187,7 @@ def _size(entry: os.DirEntry[str]) -> int | None:
 
 
 def _read_at(handle: int, into: memoryview, start: int) -> int:
-    """Read from this place on; how many bytes came."""
+    """Read into `into` from the offset `start` on; return the number of bytes read."""
     if hasattr(os, "preadv"):
         return os.preadv(handle, [into], start)
     os.lseek(handle, start, os.SEEK_SET)
@@ -197,20 +197,20 @@ def _read_at(handle: int, into: memoryview, start: int) -> int:
 
 
 def _name_once(source: Path, target: Path, content: bytes) -> None:
-    """Give a file a name that nothing has, in one step where the file system can."""
+    """Create `target` as a hard link to `source`. Without hard links, write `content` to `target`."""
     try:
         os.link(source, target)
     except OSError as error:
         if error.errno not in _NOT_HERE:
             raise
-        with target.open("xb") as file:  # not whole at once: until it is, the one before counts
+        with target.open("xb") as file:  # not atomic: readers skip a manifest that is not whole
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
 
 
 def _lock(handle: int) -> bool:
-    """Lock a claim's file; False where there are no locks."""
+    """Lock a claim file; return False if the file system has no locks."""
     if not HAS_LOCKS:
         return False
     try:
@@ -222,13 +222,13 @@ def _lock(handle: int) -> bool:
 
 
 def _is_alive(claim: Path) -> bool:
-    """Return True if the process that made this claim may be alive."""
+    """Return True if the process that made this claim may still be alive."""
     if claim in _held:
         return True
     try:
         with claim.open("rb") as file:
             boot, _, _ = file.read(1024).decode(errors="replace").partition(" ")
-            if not boot:  # it is being made
+            if not boot:  # the process is about to write it
                 return _age(claim) < BEGIN_SECONDS
             if HAS_LOCKS and boot == _boot():
                 return _is_locked(file.fileno())
@@ -236,11 +236,11 @@ def _is_alive(claim: Path) -> bool:
         return False
     except OSError:
         pass
-    return _age(claim) < CLAIM_SECONDS  # of another machine, or without a lock
+    return _age(claim) < CLAIM_SECONDS  # made on another machine, or without a lock
 
 
 def _is_locked(handle: int) -> bool:
-    """Return True if another process has locked the file. Raises OSError where there are no locks."""
+    """Return True if another process has locked the file. Raises OSError if locks are not supported."""
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -250,7 +250,7 @@ def _is_locked(handle: int) -> bool:
 
 
 def _age(path: Path) -> float:
-    """Return the seconds since a file or folder was changed; of one that is gone, many."""
+    """Return the seconds since a file or folder was changed; infinity if the file is gone."""
     try:
         return time.time() - path.stat().st_mtime
     except OSError:
@@ -258,6 +258,6 @@ def _age(path: Path) -> float:
 
 
 def _boot() -> str:
-    """Return the id of this machine's start, of whose processes a lock tells; else the machine's name."""
+    """Return the boot id, as locks show only processes of this boot; the host name if there is no boot id."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if path.exists() else platform.node()

@@ -1,7 +1,7 @@
-"""Files of a checkpoint: written once, hashed per block on the way, and read back verified.
+"""Files of a checkpoint: written once, hashed per block while they are written, and verified when read.
 
-Data files have the safetensors layout. The writer is our own, as the library's cannot hash while it writes.
-Imports torch only to look into tensors.
+Data files have the safetensors layout. The writer is our own: the safetensors library cannot hash while it
+writes. This module imports torch only for functions that handle tensors.
 """
 
 from __future__ import annotations
@@ -24,12 +24,9 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES: Final = 4 << 20
 PIECE_BYTES: Final = 1 << 19
-"""Bytes of a block that are read at a time to be hashed.
-
-A core's own cache still holds so many when they are hashed.
-"""
+"""Bytes that are read and hashed at a time: this many stay in a CPU core's cache between read and hash."""
 _DAMAGE: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EIO)
-"""Errors of a file that will not be read later either."""
+"""OS errors that are permanent: a later read of the file will fail too."""
 _ALIGNMENT: Final = 64
 
 _SAFETENSORS: Final[Mapping[str, str]] = {
@@ -40,26 +37,23 @@ _SAFETENSORS: Final[Mapping[str, str]] = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-"""Dtypes that safetensors supports: torch's name -> its name.
+"""Dtypes that safetensors supports: torch's name -> safetensors' name.
 
 Tensors of other dtypes are stored as bytes, with their dtype in our index.
 """
 
 
 class DamagedError(CheckpointError):
-    """A file of the checkpoint is not what was written."""
+    """A file of the checkpoint is missing, or differs from the bytes that were written."""
 
 
 class UnreadableError(CheckpointError):
-    """The checkpoint cannot be read now, and may be whole.
-
-    No older one is taken instead.
-    """
+    """The checkpoint cannot be read now, but may be whole; no older checkpoint is loaded instead."""
 
 
 @frozen
 class FileRecord:
-    """Size (bytes) and digest of a file: xxh3_64 of its blocks' xxh3_64."""
+    """Size in bytes and digest of a file; the digest is the xxh3_64 of the blocks' xxh3_64 digests."""
 
     size: int
     digest: str
@@ -71,7 +65,7 @@ class FileRecord:
 
 @define
 class Meter:
-    """Bytes that were read or written so far."""
+    """A counter of the bytes read or written so far."""
 
     count: int = 0
 
@@ -79,7 +73,7 @@ class Meter:
 def write_file(
     file: Writer, parts: Iterable[bytes | memoryview], meter: Meter | None = None
 ) -> tuple[FileRecord, list[str]]:
-    """Write a new file. Returns its record and the digests of its blocks."""
+    """Write a new file; return its record and the digests of its blocks."""
     size, blocks, block, written = 0, list[str](), xxh3_64(), meter or Meter()
     for part in parts:
         left = memoryview(part)
@@ -103,7 +97,7 @@ def as_json(value: Any) -> bytes:
 
 
 def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[bytes, list[int]]:
-    """Return the head of a data file of these tensors, and each one's start in it."""
+    """Return the header of a data file with these tensors, and the start of each tensor in the file."""
     from accel_core.storage.tensor_bytes import name_of
 
     header: dict[str, Any] = {}
@@ -114,6 +108,7 @@ def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[bytes, list[int]]:
         shape = list(tensor.shape) if known else [tensor.nbytes]
         header[name] = {"dtype": known or "U8", "shape": shape, "data_offsets": starts[-2:]}
     text = as_json(header)
+    # Pad the header, so that readers which map the file get aligned tensors.
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     head = len(text).to_bytes(8, "little") + text
     return head, [len(head) + start for start in starts[:-1]]
@@ -123,33 +118,34 @@ def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[bytes, list[int]]:
 class DataFile:
     """A file of a checkpoint that is being read.
 
-    It is copied from, never mapped: a disk error in a mapped file ends the process.
-
-    What is read was verified before: by `verify`, by another rank, or as it is read.
-
-    home: the folder that it is in. meter: counts what is read. digests: of its blocks, once they are known.
+    The file is copied, never memory-mapped: a disk error in a mapped file ends the process. All bytes are
+    verified before they are returned: by `verify`, by another rank, or by the read itself.
     """
 
     home: Storage
+    """Folder of the file."""
     name: str
     record: FileRecord
     meter: Meter = field(factory=Meter)
+    """Counts the bytes read."""
     digests: Sequence[str] = ()
+    """Digests of the blocks, set by `check`."""
     verified: set[int] = field(factory=set)
+    """Numbers of the blocks that are verified."""
 
     def __str__(self) -> str:
         return f"{self.home}/{self.name}"
 
     @property
     def blocks(self) -> range:
-        """The numbers of its blocks."""
+        """The numbers of the file's blocks."""
         return range(-(-self.record.size // BLOCK_BYTES))
 
     def read(self, start: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `start` on.
 
         Raises:
-            CheckpointError: they are damaged, or cannot be read.
+            CheckpointError: the bytes are damaged, or cannot be read.
         """
         blocks = range(start // BLOCK_BYTES, -(-(start + len(into)) // BLOCK_BYTES))
         if not self.verified.issuperset(blocks):
@@ -164,11 +160,11 @@ class DataFile:
         self.meter.count += len(into)
 
     def size_of(self, number: int) -> int:
-        """Return the bytes of a block: only the last one may have less than all."""
+        """Return the size in bytes of a block; only the last block may be shorter than `BLOCK_BYTES`."""
         return min(BLOCK_BYTES, self.record.size - number * BLOCK_BYTES)
 
     def block(self, number: int, piece: memoryview) -> str:
-        """Return the digest of a block, as it is now. piece: memory of `PIECE_BYTES` to read into."""
+        """Read a block, by way of the buffer `piece` of `PIECE_BYTES`, and return its digest."""
         digest, begin = xxh3_64(), number * BLOCK_BYTES
         end = begin + self.size_of(number)
         for start in range(begin, end, PIECE_BYTES):
@@ -177,7 +173,7 @@ class DataFile:
         return digest.hexdigest()
 
     def verify(self, blocks: Iterable[int]) -> None:
-        """Bring blocks near and compare them with their digests, once. Raises CheckpointError."""
+        """Fetch blocks and compare them with their digests, once per block. Raises CheckpointError."""
         numbers = [number for number in blocks if number not in self.verified]
         try:
             self.home.fetch(self.name, [(number * BLOCK_BYTES, self.size_of(number)) for number in numbers])
@@ -190,20 +186,20 @@ class DataFile:
             self.verified.add(number)
 
     def check(self, blocks: Iterable[str]) -> None:
-        """Take the digests of its blocks. Raises CheckpointError if they are not those of its record."""
+        """Set the digests of the blocks. Raises CheckpointError if they do not match the file's record."""
         self.digests = [*blocks]
         if FileRecord.of(self.record.size, self.digests) != self.record:
             raise damaged(self, "its digest is not the one in the manifest")
 
     def content(self) -> bytes:
-        """Return all bytes of a file that fits into memory, verified."""
+        """Return all bytes of the file, verified. The file must fit into memory."""
         content = bytearray(self.record.size)
         self._read(0, whole := memoryview(content))
         self.check([xxh3_64_hexdigest(whole[number * BLOCK_BYTES :][:BLOCK_BYTES]) for number in self.blocks])
         return bytes(content)
 
     def tensor(self, dtype: str, shape: Sequence[int], start: int) -> Tensor:
-        """Return a tensor of the bytes from `start` on, in memory of its own."""
+        """Return a new tensor with the bytes from `start` on."""
         from accel_core.storage.tensor_bytes import bytes_within, tensor_from
 
         memory = bytearray(bytes_within(self.record.size, dtype, shape, start))
@@ -212,7 +208,7 @@ class DataFile:
 
 
 def cannot_be_read(path: str, error: OSError | EOFError) -> CheckpointError:
-    """Return the error for a file or folder that cannot be read: damage, or something that may pass."""
+    """Return the error for a file or folder that cannot be read: a DamagedError if that is permanent."""
     if isinstance(error, EOFError) or error.errno in _DAMAGE or isinstance(error, FileNotFoundError):
         return damaged(path, f"it cannot be read ({error})")
     return UnreadableError(
@@ -223,7 +219,7 @@ def cannot_be_read(path: str, error: OSError | EOFError) -> CheckpointError:
 
 
 def listed(place: Storage) -> Mapping[str, int | None]:
-    """List a folder. Raises UnreadableError."""
+    """Return the entries of a folder, as `Storage.list` does. Raises UnreadableError."""
     try:
         return place.list()
     except OSError as error:
@@ -236,7 +232,7 @@ def listed(place: Storage) -> Mapping[str, int | None]:
 
 
 def damaged(path: object, problem: str) -> DamagedError:
-    """Return the error for a file that is not what was written."""
+    """Return the error for a file whose content differs from the bytes that were written."""
     return DamagedError(
         f"{path} is damaged: {problem}\nnothing was loaded; load another checkpoint, or restore this file",
         path=str(path),
@@ -245,16 +241,18 @@ def damaged(path: object, problem: str) -> DamagedError:
 
 @contextmanager
 def malformed_as_damaged(path: object, *, calls_plugins: bool = False) -> Iterator[None]:
-    """Report malformed JSON as a damaged file.
+    """Turn errors from malformed JSON inside the context into a DamagedError.
 
-    calls_plugins: errors that other code than ours raises inside stay what they are.
+    Args:
+        path: the file, for the message.
+        calls_plugins: the context calls plugins; an error that a plugin raises is not converted.
 
     Raises:
-        CheckpointError: something else is written there than a save writes.
+        CheckpointError: the content is not as a save writes it.
     """
     try:
         yield
-    except CheckpointError:  # some are RuntimeErrors too
+    except CheckpointError:  # some subclasses are RuntimeErrors too
         raise
     except (AttributeError, LookupError, ValueError, TypeError, RuntimeError, OverflowError) as error:
         if calls_plugins and not module_that_raised(error).startswith(_OURS):

@@ -1,6 +1,6 @@
 """Functions of `torch.distributed.checkpoint` on this storage: `save`, `load`, `async_save`; and `verify`.
 
-They take the first arguments of torch's functions of these names
+The functions take the first arguments of torch's functions of the same names
 (https://docs.pytorch.org/docs/stable/distributed.checkpoint.html), and need no Accelerator.
 
     from accel_core.storage import load, save
@@ -65,9 +65,9 @@ _TORCHS: Final = frozenset(
         "use_collectives",
     }
 )
-"""Arguments of torch's functions that have no meaning here."""
+"""Arguments of torch's functions that must be None here."""
 _savers: WeakKeyDictionary[Any, Saver] = WeakKeyDictionary()
-"""Process group, or `_ALONE` -> saver, which keeps what one save leaves to the next."""
+"""Process group, or `_ALONE` -> saver, which reuses the layout and buffers of the save before."""
 _ALONE: Final = Alone()
 _background: Final = ThreadPoolExecutor(1, thread_name_prefix="async_save")
 
@@ -82,21 +82,21 @@ def save(
 ) -> None:
     """Save a state as the checkpoint `checkpoint_id`. Collective over the process group.
 
-    Until the checkpoint is complete, one that was there before stays; a kill at any instant leaves one of the
-    two, whole. Of a tensor that several ranks hold, one rank writes each part. Values that are not tensors
-    are those of rank 0; a rank whose values differ keeps its own too.
+    An earlier checkpoint in the folder stays until the new checkpoint is complete; a kill at any instant
+    leaves one of the two, whole. If several ranks hold a part of a tensor, one rank writes it. Values that
+    are not tensors are taken from rank 0; values in which another rank differs are saved for that rank too.
 
     Args:
         state_dict: nested mappings, lists and tuples of tensors, DTensors and plain data; entries at the top
             may be objects with `state_dict` and `load_state_dict`.
         checkpoint_id: a folder that all ranks see, or a `Storage`.
-        process_group: default: the default group; without one this process saves alone.
-        no_dist: save alone, though there is a process group.
+        process_group: default: the default group; if none is initialized, this process saves alone.
+        no_dist: save alone, even if there is a process group.
         others: arguments of torch's function, which must be None.
 
     Raises:
-        CheckpointError: something cannot be stored, the folder holds something else, or a rank failed to
-            write. On all ranks; an earlier checkpoint there is unchanged.
+        CheckpointError: a value cannot be stored, the folder has other files, or a rank failed to write.
+            Raised on all ranks; an earlier checkpoint in the folder is unchanged.
         TypeError: an argument that is not served is not None.
     """
     _refuse(others)
@@ -111,10 +111,12 @@ def async_save(
     no_dist: bool = False,
     **others: None,
 ) -> Future[None]:
-    """Copy a state, and write it in a thread; as `save` else. Collective over the process group.
+    """Copy a state and write it in a thread; otherwise like `save`. Collective over the process group.
 
-    Returns a future that is done once the checkpoint is complete, or has the error. The next save waits for
-    this one, and so does the end of the process.
+    The next save waits for this save, and the process does not end before the save has ended.
+
+    Returns:
+        A future that is done once the checkpoint is complete, or that has the error.
     """
     _refuse(others)
     pending = _saved(state_dict, checkpoint_id, process_group, no_dist=no_dist, wait=False)
@@ -131,20 +133,20 @@ def load(
 ) -> None:
     """Load the checkpoint `checkpoint_id` into a state, in place. Collective over the process group.
 
-    It may have been saved by any number of ranks, with tensors cut in any way. Tensors are filled; values
-    that are not tensors are replaced in their mappings and lists. Entries that the state does not have are
-    not read. Every byte is verified before anything is changed.
+    The checkpoint may have been saved by any number of ranks, with tensors sharded in any way. Tensors are
+    filled; values that are not tensors are replaced in their mappings and lists. Entries of the checkpoint
+    that the state lacks are not read. Every byte is verified before anything is changed.
 
     Args:
-        state_dict: what `save` takes, with tensors of the shapes that were saved.
+        state_dict: as in `save`, with tensors of the saved shapes.
         checkpoint_id: as in `save`.
         process_group: as in `save`.
         no_dist: as in `save`.
         others: as in `save`.
 
     Raises:
-        CheckpointError: it is not a checkpoint, a file is damaged, or the state has entries or shapes that
-            the checkpoint does not have. On all ranks, before anything is changed.
+        CheckpointError: the folder is not a checkpoint, a file is damaged, or the state has entries or shapes
+            that the checkpoint lacks. Raised on all ranks, before anything is changed.
         TypeError: an argument that is not served is not None.
     """
     _refuse(others)
@@ -164,8 +166,8 @@ def verify(checkpoint_id: str | os.PathLike[str] | Storage) -> None:
     """Read every byte of a checkpoint, and compare it with its hashes. Not collective.
 
     Raises:
-        DamagedError: a file is missing, or is not what was written; the message names it.
-        CheckpointError: it is not a checkpoint, or cannot be read now.
+        DamagedError: a file is missing or was changed; the message names the file.
+        CheckpointError: the folder is not a checkpoint, or cannot be read now.
     """
     with open_checkpoint(_place(checkpoint_id)) as opened:
         opened.verify(opened.blocks)
@@ -181,7 +183,7 @@ def _saved(
     place, saver = _place(checkpoint_id), _savers.setdefault(key, Saver(comm))
 
     def finish_earlier() -> None:
-        with suppress(CheckpointError):  # its own future has the error
+        with suppress(CheckpointError):  # the future of that save has the error
             saver.wait()
 
     return saver.save(
@@ -197,12 +199,12 @@ def _finish(pending: Pending) -> None:
     try:
         pending.wait()
     except CheckpointError:
-        logger.exception("async_save failed")  # also where nobody asks the future
+        logger.exception("async_save failed")  # in case the program never reads the future
         raise
 
 
 def _state_of(state_dict: Mapping[str, Any], comm: Comm) -> State:
-    """Return what this rank saves of a state."""
+    """Return the state that this rank saves: its leaves, and its values that are not tensors."""
     state = State()
     values: dict[str, Any] = {}
     for path, value, _ in _entries(state_dict, _states_of_objects(state_dict)):
@@ -226,7 +228,7 @@ def _state_of(state_dict: Mapping[str, Any], comm: Comm) -> State:
 
 
 def _keep_own_values(state: State, values: Sequence[Any], rank: int) -> None:
-    """Keep the values of a rank that are not rank 0's."""
+    """Save the values in which this rank differs from rank 0 as its own."""
     own = {path: value for path, value in values[rank].items() if values[0].get(path, _ABSENT) != value}
     if own:
         state.own["values"] = own
@@ -258,7 +260,7 @@ def _members(comm: Comm, step: Any) -> dict[str, Any]:
 
 
 class _Filling:
-    """The plan of a load: tensors to fill, and values to replace."""
+    """The plan of a load: the tensors to fill and the values to replace."""
 
     def __init__(self, state_dict: MutableMapping[str, Any], checkpoint: Checkpoint, comm: Comm) -> None:
         self._pairs: list[tuple[Stored, Leaf]] = []
@@ -313,7 +315,7 @@ class _Filling:
 
 
 def _values_for(rank: int, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return path -> encoded value: this rank's own first, then rank 0's, then any other rank's."""
+    """Return path -> encoded value: this rank's own if saved, else rank 0's, else another rank's."""
     own = {number: each.get("values", {}) for number, each in checkpoint.ranks.items()}
     found: dict[str, Any] = {}
     for values in (*own.values(), checkpoint.state["values"], own.get(rank, {})):
@@ -327,11 +329,10 @@ def _values_for(rank: int, checkpoint: Checkpoint) -> dict[str, Any]:
 def _entries(
     value: Any, replaced: Mapping[Any, Any] = MappingProxyType({}), path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Any, Callable[[Any], object] | None]]:
-    """Yield (path, value, function that replaces it) of each tensor and plain value of a state.
+    """Yield (path, value, function that replaces the value) of each tensor and plain value of a state.
 
-    A list or tuple without tensors and mappings is one value.
-
-    replaced: key -> what stands in the place of the entry.
+    A list or tuple without tensors and mappings is one value. `replaced` maps keys to values that are used
+    instead of the state's entries.
     """
     for key, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
         each, inner = replaced.get(key, entry), (*path, str(key))
@@ -364,7 +365,7 @@ def _states_of_objects(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _leaves(path: tuple[str, ...], tensor: Tensor) -> Iterator[tuple[str, Leaf]]:
-    """Yield the keys and leaves of a tensor; of one that wraps others, those of its parts."""
+    """Yield (key, leaf) of a tensor, or of each part if the tensor wraps others."""
     is_weight = path[0] == _MODEL or len(path) == 1
     key = "/".join((_MODEL, *path[path[0] == _MODEL :]) if is_weight else ("values", *path))
     if wraps(tensor):
@@ -386,7 +387,7 @@ def _refuse(others: Mapping[str, Any]) -> None:
 
 
 def _comm(group: dist.ProcessGroup | None, *, no_dist: bool) -> tuple[Any, Comm]:
-    """Return the process group, or what stands for none, and its ranks."""
+    """Return the process group and its ranks; `_ALONE` for both without a process group."""
     if no_dist or not (dist.is_available() and dist.is_initialized()):
         return _ALONE, _ALONE
     group = group or dist.group.WORLD

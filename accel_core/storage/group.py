@@ -1,4 +1,4 @@
-"""The ranks of a process group, as saves and loads ask for them: by `torch.distributed` alone."""
+"""The ranks of a process group, for saves and loads that use `torch.distributed` without an Accelerator."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 TIMEOUT: Final[timedelta] = default_pg_timeout
-"""Time that a rank is waited for: torch's own for a collective."""
+"""Time to wait for a rank: torch's default timeout of collectives."""
 
 
 class GroupComm:
-    """The ranks of a process group: see `Comm` in `accel_core.storage.protocols`. Made by all of them.
+    """The ranks of a process group: see `Comm` in `accel_core.storage.protocols`. Creating it is collective.
 
-    Does not keep the group alive: a group of gloo that is referenced at exit may abort the process.
+    The object has a weak reference to the group: a gloo group that is alive at exit may abort the process.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -55,7 +55,7 @@ class GroupComm:
         return agree(self._gather, step, action)
 
     def mailbox(self, key: str) -> StoreMailbox:
-        """Return a mailbox of this key."""
+        """Return a mailbox whose messages have this prefix."""
         return StoreMailbox(self._store, self.rank, TIMEOUT.total_seconds(), key)
 
     def shown(self, text: str, measure: Measure | None = None) -> AbstractContextManager[object]:

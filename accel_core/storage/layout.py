@@ -1,4 +1,4 @@
-"""The file layout of a rank's share, reused between saves while no leaf changes."""
+"""The layout of a rank's data file, reused between saves as long as no leaf changes."""
 
 from __future__ import annotations
 
@@ -20,45 +20,41 @@ if TYPE_CHECKING:
 
 Leaves = Mapping["Key", "Leaf"]
 SMALL_BYTES: Final = 1 << 16
-"""Size up to which tensors are written together."""
+"""Largest tensor in bytes that is joined with others into one write."""
 PIECE_BYTES: Final = 64 << 20
-"""Number of bytes copied at once.
+"""Bytes copied at once.
 
-Two such pieces are all the pinned memory that a save takes which training waits for. A power of two: torch
-pins no other sizes.
+A synchronous save pins two pieces of this size, and no more memory. torch pins only powers of two.
 """
 _TOGETHER: Final = 256
-"""Number of small tensors that are written at once."""
+"""Largest number of small tensors in one write."""
 
 
 @define(eq=False)
 class Layout:
-    """The place of each box that this rank writes in its data file.
-
-    name: one word on all ranks, for the plan that they made together. declared: this rank's leaves then.
-    head: what the data file starts with. index: the members of the rank's JSON file that tell of the tensors,
-    which have `size` bytes.
-    """
+    """The position of each box that this rank writes in its data file."""
 
     name: str
+    """Nonce of the plan, the same on all ranks."""
     declared: Mapping[Key, Declared]
+    """This rank's leaves when the plan was made."""
     head: bytes
+    """Start of the data file: the safetensors header."""
     index: bytes
+    """Members of the rank's JSON file that describe the tensors."""
     size: int
+    """Bytes of all tensors."""
     keys: list[Key]
-    """The leaf of each box, in the order of the file."""
+    """Key of the leaf of each box, in the order of the file."""
     _shards: Sequence[int]
-    """The number of each in its leaf."""
+    """Number of each box in its leaf."""
     _pieces: list[slice]
-    """Boxes that are written and copied together.
-
-    Each write has a price, and so has each view of the buffer.
-    """
+    """Boxes that are copied and written together, as each write and each view costs time."""
     _buffer: Tensor | None = field(default=None, init=False)
     _rooms: list[Tensor] = field(factory=list, init=False)
-    """The place of each piece in the buffer."""
+    """View of the buffer for each piece."""
     _pinned: list[Tensor] = field(factory=list, init=False)
-    """The buffer of a device's tensors, in pieces."""
+    """Pinned host buffer for tensors on an accelerator, in pieces."""
 
     @classmethod
     def of(
@@ -68,14 +64,14 @@ class Layout:
         writes: Mapping[Key, list[Box]],
         leaves: Leaves,
     ) -> Layout:
-        """Return the layout in which this rank writes the boxes that were planned for it."""
+        """Return the layout of the boxes that the plan assigns to this rank."""
         parts = [
             (key, number)
             for key, wanted in writes.items()
             for number, box in enumerate(declared[key].boxes)
             if box in wanted
         ]
-        # The widest first, so each is aligned to its own item size; then those that are copied together.
+        # Widest dtype first, to align each tensor to its item size; then by device, to copy in groups.
         of = {(key, number): leaves[key].shards[number][1] for key, number in parts}
         parts.sort(key=lambda part: (-declared[part[0]].dtypes[part[1]].itemsize, of[part].device.type))
         tensors = [of[part] for part in parts]
@@ -93,40 +89,40 @@ class Layout:
         return copyable([leaves[key].shards[number][1] for key, number in boxes])
 
     def read(self, leaves: Leaves) -> Iterator[memoryview]:
-        """Return the data file's body, straight from tensors that must not change.
+        """Return the data file's body, read from the tensors, which must not change meanwhile.
 
-        Each part is valid until the next one is asked for.
+        Each part is valid until the next part is requested.
         """
         joined, device = self._joined(leaves)
         return map(bytes_of, joined if device is None else staged(joined, device))
 
     @torch.no_grad()
     def stage(self, leaves: Leaves) -> list[memoryview]:
-        """Return the data file's body in memory that the next save overwrites."""
+        """Return a copy of the data file's body, in memory that the next save overwrites."""
         joined, device = self._joined(leaves)
         if device is not None:
             return [part.numpy().data for part in staged(joined, device, self._pinned)]
         if self._buffer is None:
             tensors = self.tensors(leaves)
-            with torch.inference_mode(False):  # later saves write into it, in whatever mode
+            with torch.inference_mode(False):  # later saves may write outside inference mode
                 buffer = torch.empty(self.size, dtype=torch.uint8, device="cpu")
                 self._rooms = _rooms(buffer, [tensors[piece] for piece in self._pieces])
-            self._buffer = buffer  # last: Ctrl-C may come before the rooms are there
+            self._buffer = buffer  # last: Ctrl-C may come before the views exist
         for room, piece in zip(self._rooms, joined, strict=True):
             room.copy_(piece)
         return [self._buffer.numpy().data]
 
     def _joined(self, leaves: Leaves) -> tuple[Iterator[Tensor], torch.device | None]:
-        """Return the tensors, small ones joined, and the device to stage from."""
+        """Return the tensors, small tensors joined, and the device to stage from."""
         tensors = self.tensors(leaves)
         devices = {tensor.device for tensor in tensors}
         return _joined(tensors, self._pieces, mixed=len(devices) > 1), staging_device(devices)
 
 
 def _joined(tensors: Sequence[Tensor], pieces: Iterable[slice], *, mixed: bool = False) -> Iterator[Tensor]:
-    """Yield each piece of the tensors as one tensor.
+    """Yield each piece of the tensors as one tensor, valid until the next piece is requested.
 
-    Each is valid until the next one is asked for. mixed: they are on several devices.
+    `mixed` says that the tensors are on several devices; only pieces on several devices are moved to the CPU.
     """
     for piece in pieces:
         several = tensors[piece]
@@ -136,7 +132,7 @@ def _joined(tensors: Sequence[Tensor], pieces: Iterable[slice], *, mixed: bool =
 
 
 def _rooms(buffer: Tensor, pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Return the places of these pieces, one after the other."""
+    """Return one view of the buffer for each piece, in order."""
     parts = buffer.split([sum(tensor.nbytes for tensor in piece) for piece in pieces])
     return [
         part.view(piece[0].dtype).view(piece[0].shape if len(piece) == 1 else -1)
@@ -145,15 +141,12 @@ def _rooms(buffer: Tensor, pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 
 
 def _pieces(tensors: Sequence[Tensor]) -> Iterator[slice]:
-    """Cut tensors into those to take together.
-
-    These are small ones of one dtype; each of the others is alone.
-    """
+    """Yield slices of tensors to write together: small tensors of one dtype; other tensors are alone."""
     start = 0
     for (dtype, small, _), group in groupby(
         tensors, lambda tensor: (tensor.dtype, tensor.nbytes <= SMALL_BYTES, tensor.device)
     ):
-        # Of others, torch copies some not at all (int4), and some with a warning.
+        # Other dtypes are not joined: torch cannot copy some of them (int4), and copies some with a warning.
         joined = small and dtype.is_floating_point and dtype.itemsize > 1
         end = start + len(list(group))
         for first in range(start, end, _TOGETHER if joined else 1):
@@ -162,10 +155,10 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[slice]:
 
 
 def _index(parts: Iterable[tuple[Key, Declared, int, int]]) -> bytes:
-    """Return the index of these parts.
+    """Return the index of the data file as JSON members.
 
-    Each is a leaf, the number of the box in it, and its start in the file. Tensors are many, their outlines
-    few, so that each stands there once.
+    A part is (key, declaration, number of the box in the leaf, start in the file). Many tensors share an
+    outline (kind, shape, dtype, layout), so that each outline is stored once and named by its number.
     """
     outlines: dict[tuple[Any, ...], int] = {}
     tensors: dict[str, dict[str, list[Any]]] = {}
@@ -182,7 +175,7 @@ def _index(parts: Iterable[tuple[Key, Declared, int, int]]) -> bytes:
 
 
 def _name(key: Key, declared: Declared, number: int) -> str:
-    """Return the name in the safetensors header: key and start of the part."""
+    """Return the name in the safetensors header: the key, and the offset if the box is a part."""
     box = declared.boxes[number]
     part = "" if box.shape == declared.shape else f"@{','.join(map(str, box.offset))}"
     return "/".join(filter(None, key)) + part
@@ -192,10 +185,7 @@ def _name(key: Key, declared: Declared, number: int) -> str:
 
 
 def staging_device(devices: Iterable[torch.device]) -> torch.device | None:
-    """Return the one among these devices whose tensors `staged` copies best.
-
-    None where torch cannot pin for it.
-    """
+    """Return the first device other than the CPU for which torch can pin host memory, else None."""
     return next((device for device in devices if device.type != "cpu" and can_pin(device)), None)
 
 
@@ -205,17 +195,20 @@ def staged(
 ) -> Iterator[Tensor]:
     """Yield the tensors' bytes on the host, row-major, in order: uint8, (size,).
 
-    The host waits for the device once a piece, and the device copies the next piece meanwhile, on a stream of
-    its own. Each piece is valid until the next one is asked for, or, if `kept` is given, for good.
+    The host waits for the device once per piece, and the device copies the next piece meanwhile, on a stream
+    of its own.
 
-    tensors: those of other devices are waited for one by one. kept: pinned memory, a tensor for each piece,
-    which this call adds to where there is none yet.
+    Args:
+        tensors: the tensors to copy. Tensors on other devices than `device` are copied synchronously.
+        device: the device whose copies are asynchronous.
+        kept: pinned tensors, one per piece; this call appends missing ones. If given, all pieces stay valid;
+            otherwise each piece is valid until the next piece is requested.
     """
     stream, buffers = _stream(device), [] if kept is None else kept
     try:
         yield from _staged(map(_flat, tensors), device, stream, buffers, reuse=kept is None)
     except BaseException:
-        # Ctrl-C too: a copy that is still to come would overwrite what the next save stages.
+        # Ctrl-C too: a pending copy would overwrite the buffer of the next save.
         stream.synchronize()
         raise
 
@@ -233,7 +226,7 @@ def _staged(
         stream.wait_stream(torch.accelerator.current_stream(device))
         with stream:
             for view, part in zip(filled.split(sizes), parts, strict=True):
-                # Another device copies on a stream of its own, which the event below knows nothing of.
+                # Other devices copy on a stream that the event below does not cover: copy synchronously.
                 view.copy_(part, non_blocking=part.device == device)
             copied = stream.record_event()
         if waiting is not None:
@@ -244,19 +237,16 @@ def _staged(
 
 
 def _arrived(filled: Tensor, copied: torch.Event, parts: list[Tensor]) -> Tensor:
-    """Wait for a copy.
+    """Wait for a copy, and return its host buffer.
 
-    `parts` live until here: another stream than theirs reads them.
+    The caller keeps `parts` alive until here: the copy reads their memory on another stream.
     """
     copied.synchronize()
     return filled
 
 
 def pieces(flat: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
-    """Cut flat tensors into lists of parts with `size` items together.
-
-    The last list has fewer.
-    """
+    """Cut flat tensors into lists of parts with `size` items in total; the last list may have fewer."""
     piece: list[Tensor] = []
     room = size
     for tensor in flat:
@@ -274,7 +264,7 @@ def pieces(flat: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
 
 def _flat(tensor: Tensor) -> Tensor:
     if not tensor.is_contiguous() and tensor.nbytes > PIECE_BYTES:
-        tensor = tensor.detach().cpu()  # the device may have no room for another copy of it
+        tensor = tensor.detach().cpu()  # the device may lack memory for a second copy
     return as_bytes(tensor)
 
 

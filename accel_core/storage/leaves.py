@@ -1,4 +1,4 @@
-"""Leaves: the tensors of a state as this rank holds them, and what it tells other ranks of them."""
+"""Leaves: the tensors of a state as this rank holds them, and their descriptions for other ranks."""
 
 from __future__ import annotations
 
@@ -15,46 +15,51 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from accel_core.errors import CheckpointError
 
 Json = Any
-"""A value that the checkpoint's tagged JSON can hold (docs/checkpoint-format.md)."""
+"""A value that the checkpoint's tagged JSON can represent (docs/checkpoint-format.md)."""
 
 PLAIN_TYPES: Final = frozenset({Tensor, torch.nn.Parameter})
-"""Types of tensors that wrap no others."""
+"""Tensor types that are not wrapper subclasses."""
 
 Kind = Literal["like_param", "scalar", "factored", "opaque"]
 
 
 @define(kw_only=True, eq=False)
 class Leaf:
-    """One tensor of the global state, as far as this rank holds it.
+    """One tensor of the global state, with the parts that this rank holds.
 
-    Nothing changes one; a frozen one takes twice the time to make, and there are as many as tensors.
-
-    kind: `like_param` has the shape of the parameter it belongs to (the parameter itself too);
-        `scalar` is 0-dim; `factored` has a shape of its own; `opaque` only means something to the
-        plugin with the same `layout`.
-    shards: (offset, tensor) boxes of this rank, possibly none. A tensor is a **view of the live
-        storage**: loading copies into it. Box shape and dtype are the tensor's.
-    replicated: other ranks may hold the same box; core picks who writes.
+    Treat as immutable. Not frozen: frozen attrs classes take twice as long to make, and every tensor has one.
     """
 
     kind: Kind
+    """The shape and meaning of the tensor.
+
+    `like_param` tensors have the shape of their parameter (so do parameters themselves), `scalar` tensors are
+    0-dim, `factored` tensors have a shape of their own, and `opaque` tensors have a meaning only for the
+    plugin with the same `layout`.
+    """
     global_shape: tuple[int, ...]
     shards: tuple[tuple[tuple[int, ...], Tensor], ...]
+    """(offset, tensor) of each box that this rank holds, possibly none.
+
+    A tensor is a **view of the live storage**: loading copies into it. The box has its shape and dtype.
+    """
     replicated: bool = False
+    """True if other ranks may hold the same box; core picks the rank that writes it."""
     layout: str | None = None
+    """Format of the tensor, if it is part of a wrapper or `opaque`: loading requires the same text."""
 
 
 def full_leaf(
     tensor: Tensor, *, kind: Kind = "like_param", replicated: bool = True, layout: str | None = None
 ) -> Leaf:
-    """Return the leaf of a tensor that this rank holds entirely."""
+    """Return the leaf of a tensor that this rank holds in full."""
     shape, data = tuple(tensor.shape), tensor.detach() if tensor.requires_grad else tensor
     shards = (((0,) * len(shape), data),)
     return Leaf(kind=kind, global_shape=shape, shards=shards, replicated=replicated, layout=layout)
 
 
 def leaf_of(tensor: Tensor, *, kind: Kind = "like_param", layout: str | None = None) -> Leaf:
-    """Return a tensor's leaf: this rank's part of a DTensor, others whole."""
+    """Return the leaf of a tensor: this rank's shard of a DTensor, or the full tensor."""
     if not hasattr(tensor, "device_mesh"):
         return full_leaf(tensor, kind=kind, layout=layout)
     from torch.distributed import get_world_size
@@ -67,7 +72,7 @@ def leaf_of(tensor: Tensor, *, kind: Kind = "like_param", layout: str | None = N
         kind=kind,
         global_shape=tuple(dtensor.shape),
         shards=tuple((tuple(chunk.offsets), local) for chunk in held),
-        # Ranks outside its mesh may hold the same: those along a dimension that knows nothing of it.
+        # A mesh smaller than the world: ranks along other mesh dims may hold the same shard.
         replicated=any(placement.is_replicate() for placement in dtensor.placements)
         or mesh.size() < get_world_size(),
         layout=layout,
@@ -83,11 +88,18 @@ def flat_range(
     kind: Kind = "like_param",
     replicated: bool = False,
 ) -> Leaf:
-    """Return the leaf of an engine that holds a flattened tensor from `start` on.
+    """Return the leaf of a range of a flattened tensor, as engines with flat buffers hold it.
 
-    `data` is 1-dim, and the live storage. `strides`: of the tensor before it was flattened, where the engine
-    flattened its memory; None where it flattened its elements, row by row. At most 2 * len(shape) - 1 boxes.
-    All of a tensor without elements is one box.
+    The leaf has at most 2 * len(shape) - 1 boxes; a tensor without elements is one box.
+
+    Args:
+        data: the range as a 1-dim view of the live storage.
+        shape: the shape of the tensor before it was flattened.
+        start: the first element of the range in the flattened tensor.
+        strides: the strides of the tensor if the engine flattened its memory; None if the engine flattened
+            the elements in row-major order.
+        kind: as in `Leaf`.
+        replicated: as in `Leaf`.
 
     Raises:
         CheckpointError: a tensor of these strides has gaps, or elements that share memory.
@@ -111,7 +123,7 @@ def flat_range(
 
 
 def _memory_order(shape: Sequence[int], strides: Sequence[int] | None) -> list[int]:
-    """Return a dense tensor's dimensions, from widest steps to narrowest."""
+    """Return a dense tensor's dimensions, from the largest stride to the smallest."""
     if strides is None or not math.prod(shape):
         return [*range(len(shape))]
     order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
@@ -130,19 +142,19 @@ def _memory_order(shape: Sequence[int], strides: Sequence[int] | None) -> list[i
 
 
 def wraps(tensor: object) -> bool:
-    """Return True if the tensor wraps others; a DTensor is this rank's part of one."""
+    """Return True if the object is a traceable wrapper subclass of Tensor other than DTensor."""
     if type(tensor) in PLAIN_TYPES or not isinstance(tensor, Tensor):
         return False
     return bool(is_traceable_wrapper_subclass(tensor)) and not hasattr(tensor, "device_mesh")
 
 
 def layout_of(tensor: Any) -> str:
-    """Return the class, shape and context of a wrapper: wrappers that have them alike can exchange parts."""
+    """Return a wrapper's class, shape and context as text; wrappers with equal text can exchange parts."""
     return f"{type(tensor).__qualname__} {list(tensor.shape)} {tensor.__tensor_flatten__()[1]!r}"
 
 
 def parts_of(tensor: Any) -> Iterator[tuple[str, Tensor, str]]:
-    """Yield (name, tensor, layout of its wrapper) of each part; of a wrapper inside, its own parts."""
+    """Yield (name, tensor, layout of its wrapper) of each part; wrappers inside are taken apart too."""
     layout = layout_of(tensor)
     for key in tensor.__tensor_flatten__()[0]:
         part = getattr(tensor, key)
@@ -152,18 +164,15 @@ def parts_of(tensor: Any) -> Iterator[tuple[str, Tensor, str]]:
             yield key, part, layout
 
 
-# -- what ranks tell each other of leaves ----------------------------------------------------------------
+# -- descriptions of leaves, which ranks exchange --------------------------------------------------------
 
 
 Key = tuple[str, str]
-"""Key of a leaf: (unit, `model/NAME` | `optimizer/NAME/KEY` | ...).
-
-The run's own leaves have the unit "".
-"""
+"""Key of a leaf: (unit, `model/NAME` | `optimizer/NAME/KEY` | ...). The run's own leaves have the unit ""."""
 
 
 class Box(NamedTuple):
-    """A rectangular part of a leaf."""
+    """A rectangular part of a tensor."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -185,27 +194,21 @@ class Box(NamedTuple):
 
 
 class Declared(NamedTuple):
-    """A rank's description of a leaf for the others: everything but the data."""
+    """A rank's description of a leaf for other ranks: everything except the data."""
 
     kind: str
     shape: tuple[int, ...]
     layout: str | None
     replicated: bool
     any_replica_may_write: bool
-    """True if replicas are equal, so that any rank may write the leaf.
-
-    Otherwise the lowest rank that holds a replica writes it.
-    """
+    """True if replicas are equal, so that any of their ranks may write; otherwise the lowest rank writes."""
     dtypes: tuple[torch.dtype, ...]
     boxes: tuple[Box, ...]
 
 
 def declare(leaf: Leaf, *, any_replica_may_write: bool) -> Declared:
-    """Return the declaration of a leaf: one object for equal ones.
-
-    Leaves are many, their shapes are few.
-    """
-    # A list first: this runs for every leaf of every save, and a generator takes twice the time.
+    """Return the declaration of a leaf. Equal declarations share one object: many leaves have few shapes."""
+    # A list comprehension: this runs for every leaf of every save, and a generator takes twice the time.
     parts = tuple([(tuple(offset), tensor.shape, tensor.dtype) for offset, tensor in leaf.shards])
     return _declared(
         leaf.kind, tuple(leaf.global_shape), leaf.layout, leaf.replicated, any_replica_may_write, parts

@@ -1,4 +1,4 @@
-"""Load one checkpoint on all ranks: open and compare, verify, and only then change anything."""
+"""Load one checkpoint on all ranks: open, compare and verify it before any state is changed."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def load_planned(
     Args:
         comm: the ranks that load.
         place: the checkpoint's folder.
-        save_id: of the manifest to load; None if the manifest is damaged, which is said.
-        nonce: text that is the same on all ranks, and used by no other load.
+        save_id: id of the save to load. None: the manifest is damaged; the error says why.
+        nonce: text that is the same on all ranks and unique to this load.
         plan: compares the checkpoint with the state of this rank.
 
     Raises:
-        CheckpointError: a file is damaged, or `plan` has raised; on all ranks, before any change.
+        CheckpointError: a file is damaged, or `plan` has failed; raised on all ranks, before any change.
     """
     return _Loading(comm, place, save_id, nonce).run(plan)
 
@@ -60,7 +60,7 @@ class _Loading:
             files = Opened.of(self.place, self._manifest, self._near, texts)
             opened.append(checkpoint := Checkpoint.with_tensors(files))
             made.append(planned := plan(checkpoint))
-            # If all ranks see the place, they verify all of it; a node fetches and verifies what it needs.
+            # If all ranks share the files, they verify all blocks; else each node verifies its own needs.
             return set() if self._near.shared else planned.blocks()
 
         with self._stack:
@@ -74,7 +74,7 @@ class _Loading:
             return checkpoint.manifest, planned
 
     def _descriptions(self) -> dict[str, bytes]:
-        """Return the JSON files of the save: ranks that see the same files read a share of them each."""
+        """Return name -> content of the JSON files. Ranks that see the same files read a share each."""
         comm = self.comm
 
         def read() -> dict[str, bytes]:
@@ -89,20 +89,20 @@ class _Loading:
         return {name: text for rank in sharers(comm, self._near) for name, text in parts[rank].items()}
 
     def _open(self) -> None:
-        """Find the manifest, and the folder of its files near this rank."""
+        """Find the manifest, and the folder or local cache of its files."""
         place, save_id = self.place, self.save_id
         manifest = next((each for each in manifests(place) if each.save_id == save_id), None)
         if manifest is None:
-            if save_id is not None:  # it was replaced meanwhile: all look again
+            if save_id is not None:  # replaced meanwhile: the caller searches again
                 raise damaged(place, f"{save_id} is there no more")
-            manifest = read_manifest(place)  # which says what is wrong with it
+            manifest = read_manifest(place)  # raises the error that names the damage
         home = place.at(manifest.save_id)
         if first_here(self.comm, place):
             home = self._stack.enter_context(reading(place, manifest.save_id))
         self._manifest, self._near = manifest, home.local_cache(self.nonce)
 
     def _verify(self, checkpoint: Checkpoint, needed: Sequence[set[Block]]) -> None:
-        """Verify what the ranks that see the same files need, each a share."""
+        """Verify the needed blocks; ranks that see the same files verify a share each."""
         comm = self.comm
         ranks = sharers(comm, self._near)
         near = self._near

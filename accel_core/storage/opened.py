@@ -1,4 +1,4 @@
-"""An opened checkpoint: what describes it is verified and read, its tensors are not. Needs no torch."""
+"""An opened checkpoint: its JSON files are verified and read, its tensors not yet. Needs no torch."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ if TYPE_CHECKING:
     from accel_core.storage.protocols import Storage
 
 Block: TypeAlias = tuple[int, int]
-"""Rank whose data file it is in, and its number there."""
+"""(rank of the data file, number of the block in the file)."""
 R = TypeVar("R")
 
 
 @frozen(eq=False)
 class Opened:
-    """An opened checkpoint. Only what its manifest vouches for is ever looked at.
-
-    state: what all ranks shared, still encoded; shares: rank -> its data file and index. Where nodes had
-    disks of their own, the files of other nodes may be absent. meter: counts the bytes that are read.
-    """
+    """An opened checkpoint. Only files that the manifest lists are read."""
 
     place: Storage
     manifest: Manifest
     state: Mapping[str, Any]
+    """State that all ranks shared, still encoded."""
     shares: Mapping[int, tuple[DataFile, dict[str, Any]]]
+    """Rank -> its data file and index. If nodes had disks of their own, other nodes' files may be absent."""
     meter: Meter
+    """Counts the bytes read."""
 
     @classmethod
     def of(
@@ -46,11 +45,11 @@ class Opened:
         Args:
             place: the checkpoint's folder.
             manifest: the commit to open.
-            home: the folder of its files, or a copy of the folder.
-            texts: verified content of its JSON files (see `descriptions`); None: all are read here.
+            home: the folder of the save's files, or a copy of the folder.
+            texts: verified content of the JSON files (see `descriptions`). None: this call reads all of them.
 
         Raises:
-            CheckpointError: a file is missing or damaged; the message names it.
+            CheckpointError: a file is missing or damaged; the message names the file.
         """
         entries, meter = listed(home), Meter()
         with malformed_as_damaged(f"{place}/manifest-{manifest.number:08d}.json"):
@@ -61,6 +60,7 @@ class Opened:
             shares = {}
             for rank in range(manifest.world["size"]):
                 names = f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
+                # Absent files are allowed only if nodes had disks of their own: `lacks` then names the node.
                 if manifest.domains and not any(name in entries for name in names):
                     continue
                 data, file = (_file(manifest, home, entries, name, meter) for name in names)
@@ -72,7 +72,7 @@ class Opened:
 
     @property
     def absent(self) -> str:
-        """In words, the nodes whose files are not in this folder; "" if all are."""
+        """Text that lists the nodes whose files are not in this folder; "" if no files are absent."""
         nodes = {
             node: [rank for rank in there if rank not in self.shares]
             for node, there in enumerate(self.manifest.domains)
@@ -97,17 +97,17 @@ class Opened:
         return [(rank, number) for rank, (data, _) in self.shares.items() for number in data.blocks]
 
     def verify(self, blocks: Iterable[Block]) -> None:
-        """Compare these blocks with their digests. Raises CheckpointError."""
+        """Read these blocks and compare them with their digests. Raises CheckpointError."""
         for data, numbers in self._by_file(blocks):
             data.verify(numbers)
 
     def note_verified(self, blocks: Iterable[Block]) -> None:
-        """Count blocks that other ranks have verified."""
+        """Mark blocks as verified, because other ranks have verified them."""
         for data, numbers in self._by_file(blocks):
             data.verified.update(numbers)
 
     def bytes_of(self, blocks: Iterable[Block]) -> int:
-        """Return how many bytes blocks have."""
+        """Return the total size of blocks in bytes."""
         return sum(self.shares[rank][0].size_of(number) for rank, number in blocks)
 
     def _by_file(self, blocks: Iterable[Block]) -> list[tuple[DataFile, Sequence[int]]]:
@@ -119,16 +119,19 @@ class Opened:
     def described(
         self, rank: int, read: Callable[[Mapping[str, Any]], R]
     ) -> Iterator[tuple[str, str, R, Any]]:
-        """Yield (unit, key, outline, where) of each tensor of a rank, unchecked.
+        """Yield (unit, key, outline, position) of each tensor of a rank, unchecked.
 
-        read: gives what stands for an outline, a mapping as docs/checkpoint-format.md has it; called once for
-        each. where: start of the whole tensor in the data file, or a list of `[offset, shape, start]`.
+        A position is the start of the whole tensor in the data file, or a list of `[offset, shape, start]`.
+
+        Args:
+            rank: the rank that wrote the tensors.
+            read: converts an outline (docs/checkpoint-format.md) to the yielded value, once per outline.
 
         Raises:
-            AttributeError, LookupError, TypeError, ValueError: no save writes this.
+            AttributeError, LookupError, TypeError, ValueError: the index is not as a save writes it.
         """
         _, index = self.shares[rank]
-        outlines = dict(enumerate(map(read, index["outlines"])))  # a list would take -1, too
+        outlines = dict(enumerate(map(read, index["outlines"])))  # a list would accept the number -1
         for unit, keys in index["tensors"].items():
             for key, (number, where) in keys.items():
                 yield unit, key, outlines[number], where
@@ -137,9 +140,16 @@ class Opened:
 def descriptions(
     manifest: Manifest, home: Storage, entries: Mapping[str, int | None], *, share: int = 0, shares: int = 1
 ) -> dict[str, bytes]:
-    """Return name -> verified content of the JSON files of a save, or of one of several shares of them.
+    """Return name -> verified content of the JSON files of a save, or of every `shares`-th file.
 
-    entries: name -> size in `home`. Where nodes had disks of their own, files of other nodes may be absent.
+    If nodes had disks of their own, the files of other nodes may be absent.
+
+    Args:
+        manifest: the commit of the save.
+        home: the folder of the files.
+        entries: name -> bytes of the files in `home`.
+        share: number of the share to read.
+        shares: number of shares into which the files are split.
 
     Raises:
         CheckpointError: a file is missing, damaged, or cannot be read.
@@ -156,7 +166,7 @@ def _file(
     name: str,
     meter: Meter | None = None,
 ) -> DataFile:
-    """Return a file of the save. Raises CheckpointError if it is not there, or of another size."""
+    """Return a file of the save. Raises CheckpointError if the file is missing or has another size."""
     file = DataFile(home, name, manifest.files[name], meter or Meter())
     if entries.get(name) != file.record.size:
         there = f"it is not a file of {file.record.size} bytes" if name in entries else "it is not there"
@@ -166,10 +176,10 @@ def _file(
 
 @contextmanager
 def open_checkpoint(place: Storage) -> Iterator[Opened]:
-    """Give an opened checkpoint, which nobody removes meanwhile. By a process alone.
+    """Open a checkpoint in a single process, claimed against removal if the process may write there.
 
     Raises:
-        CheckpointError: it is not a checkpoint, or what describes it is damaged; the message names a file.
+        CheckpointError: the folder is not a checkpoint, or its manifest or a JSON file is damaged.
     """
     with ExitStack() as stack:
         before: Collection[str] = ()
@@ -182,18 +192,18 @@ def open_checkpoint(place: Storage) -> Iterator[Opened]:
             except CheckpointError:
                 if manifest.save_id in before:
                     raise
-                before = {manifest.save_id}  # it may have been replaced by another save meanwhile
+                before = {manifest.save_id}  # another save may have replaced it: look once more
                 stack.close()
         yield found
 
 
 @contextmanager
 def reading(place: Storage, save_id: str) -> Iterator[Storage]:
-    """Give the folder of a save, which nobody removes meanwhile, if this process may write there."""
+    """Return the folder of a save, claimed against removal if this process may write there."""
     home = place.at(save_id)
     with ExitStack() as stack:
         try:
-            if home.list():  # a claim would make it
+            if home.list():  # a claim would create a missing folder
                 stack.enter_context(home.claim())
         except OSError:
             pass

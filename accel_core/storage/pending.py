@@ -11,9 +11,9 @@
     waits for heard-1 ... heard-N             <-    puts heard-R
     deletes all of these messages
 
-No collective: a dead rank costs a time-out and is named; one that writes for longer is alive. A rank that
-gets no verdict has failed. Then the first rank of each disk removes what the new checkpoint replaces, or
-what is left of the save.
+No collective is used: a dead rank costs a timeout and is named in the error; a rank that writes for longer
+than the timeout reports that it is alive. A rank that gets no verdict reports a failure. Afterwards the first
+rank of each disk removes the checkpoints that the new checkpoint replaces, or the files of the failed save.
 """
 
 from __future__ import annotations
@@ -37,40 +37,40 @@ if TYPE_CHECKING:
     from accel_core.storage.protocols import Comm, Mailbox, Message, Storage
 
 HEARD_SECONDS: Final = 10.0
-"""Seconds that rank 0 waits for the others to hear the verdict."""
+"""Seconds that rank 0 waits until the other ranks have read the verdict."""
 LOOK_SECONDS: Final = 0.5
-"""Between two looks at what is waited for; Ctrl-C is heard then."""
+"""Seconds between two checks of a wait; Ctrl-C takes effect at a check."""
 SAID_RANKS: Final = 10
 SAID_BYTES: Final = 500
-"""Length of a rank's error in its vote: a vote stays below 1 KiB."""
+"""Largest length of a rank's error in its vote: a vote stays below 1 KiB."""
 
 
 class Part(Protocol):
-    """The files that a rank writes. meter: counts the bytes that are written."""
+    """The files that a rank writes."""
 
     meter: Meter
+    """Counts the bytes written."""
 
     @property
     def size(self) -> int:
-        """Bytes of the files."""
+        """Bytes of the files, for the progress message."""
 
     def write(self, home: Storage) -> dict[str, FileRecord]:
-        """Write the files, durably; name -> record."""
+        """Write the files durably; return name -> record."""
 
 
 @define(eq=False)
 class Share:
-    """The files of one rank, as bytes and buffers: writing runs no loop over leaves.
-
-    body: of the data file; each part is valid until the next one. own: JSON of this rank's state. state: JSON
-    of what all ranks share, for the rank that writes it.
-    """
+    """The files of one rank, as bytes and buffers: writing runs no loop over leaves."""
 
     rank: int
     layout: Layout
     body: Iterable[memoryview]
+    """Body of the data file; each part is valid until the next part is requested."""
     own: bytes
+    """JSON of this rank's own state."""
     state: bytes | None
+    """JSON of the state that all ranks share; None if another rank writes it."""
     meter: Meter = field(factory=Meter)
 
     @property
@@ -79,7 +79,7 @@ class Share:
         return self.layout.size
 
     def write(self, home: Storage) -> dict[str, FileRecord]:
-        """Write the files, durably; name -> record."""
+        """Write the files durably; return name -> record."""
         data, index = f"rank-{self.rank:05d}.safetensors", f"rank-{self.rank:05d}.json"
         with home.writer(data) as file:
             record, blocks = write_file(file, chain([self.layout.head], self.body), self.meter)
@@ -97,48 +97,49 @@ class Share:
 
 @define(eq=False)
 class Pending:
-    """A save that is under way.
-
-    `run` does it, here or in a thread of its own; `wait` waits for it.
-
-    place: the checkpoint. number: of the commit there. parts: what this rank writes. claim: of the save's
-    folder, which this releases. members: of the manifest, but for its files; of rank 0. committed: called on
-    the first rank of each disk. what: in words, for errors.
-    """
+    """A save in progress: `run` writes and commits it, in any thread; `wait` waits until it is over."""
 
     place: Storage
+    """Folder of the checkpoint."""
     save_id: str
     number: int
+    """Number of the commit."""
     parts: Sequence[Part]
+    """The files that this rank writes."""
     members: Mapping[str, Any]
+    """Members of the manifest without its files; used on rank 0 only."""
     claim: ExitStack
+    """Claim of the save's folder; `run` releases the claim."""
     comm: Comm
     mail: Mailbox
     committed: Callable[[], None]
+    """Called on the first rank of each disk after the commit."""
     what: str = "save"
+    """Name of the operation in error messages."""
     _failure: str | None = field(default="it has not run", init=False)
     _cause: BaseException | None = field(default=None, init=False)
-    """The error of this rank's part."""
+    """The exception that this rank raised."""
     _may_come: bool = field(default=False, init=False)
-    """True if the manifest may be created yet, by a request that got no answer.
+    """True if a request without an answer may still create the manifest.
 
-    Its files stay: the next save creates the manifest of this number, or finds it, and removes what is over.
+    The files then stay: the next save creates or finds the manifest with this number, and removes the rest.
     """
     _is_given_up: bool = field(default=False, init=False)
+    """True if `wait` has timed out: the save must not commit any more."""
     _thread: threading.Thread | None = field(default=None, init=False)
 
     def start(self) -> None:
-        """Let a thread do it."""
+        """Run the save in a new thread; in this thread if no thread can be started."""
         # Daemon thread: the run's atexit handler waits for it and shows progress.
         self._thread = threading.Thread(target=self.run, name=f"save {self.place.name}", daemon=True)
         try:
             self._thread.start()
-        except RuntimeError:  # no thread can be had
+        except RuntimeError:  # the process is out of threads
             self._thread = None
             self.run()
 
     def run(self) -> None:
-        """Write, vote, and hear the verdict. A failure is kept for `wait`."""
+        """Write, vote, and read the verdict. `wait` raises the failure."""
         rank = self.comm.rank
         try:
             others_wait = len(self.comm.nodes) > 1
@@ -147,22 +148,22 @@ class Pending:
                 self._failure = self._lead() if rank == 0 else self._follow()
                 if first_here(self.comm, self.place):
                     self._clear_up()
-        except Exception as error:  # the mailbox's: the process that serves it is gone
+        except Exception as error:  # of the mailbox: the process that serves the store has ended
             self._failure = f"rank {rank}: {type(error).__name__}: {error}"
             self._cause = self._cause or error
         if self._cause is not None and not isinstance(self._cause, Exception):
-            raise self._cause  # Ctrl-C: the others know
+            raise self._cause  # Ctrl-C: the vote has told the other ranks
 
     @property
     def is_over(self) -> bool:
-        """True once nothing of it is read or written any more."""
+        """True once the save neither reads the state nor writes files any more."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self, patience: float | None = None) -> None:
-        """Return once it is over.
+        """Return once the save is over.
 
         Raises:
-            CheckpointError: it failed on some rank, or is not over after `patience` seconds.
+            CheckpointError: the save failed on a rank, or is not over after `patience` seconds.
         """
         deadline = None if patience is None else time.monotonic() + patience
         with nullcontext() if self.is_over else self.shown():
@@ -176,7 +177,7 @@ class Pending:
             raise CheckpointError(self._message, path=str(self.place)) from self._cause
 
     def shown(self) -> AbstractContextManager[object]:
-        """Show how much of this rank's data is written, while that is waited for."""
+        """Show this rank's progress in writing while the context is entered."""
         parts = self.parts
         return self.comm.shown(
             f"writing {self.place.name}",
@@ -191,7 +192,7 @@ class Pending:
         )
 
     def _attempt(self, action: Callable[[], Message]) -> Message:
-        """Return the result of `action`, or its error, as a message to the other ranks."""
+        """Return the result of `action`, or its error as a message to the other ranks."""
         try:
             return action()
         except BaseException as error:
@@ -212,7 +213,7 @@ class Pending:
         return {"files": {name: asdict(record) for name, record in records.items()}}
 
     def _commit(self, members: Mapping[str, Any]) -> Message:
-        """Create the manifest. members: all of them."""
+        """Create the manifest with all its members."""
         if self._is_given_up:
             raise CheckpointError("nobody waits for it any more\nsave again")
         here = {rank for rank, node in enumerate(self.comm.nodes) if node == self.comm.nodes[self.comm.rank]}
@@ -224,6 +225,7 @@ class Pending:
         try:
             commit(self.place, members, self.number, sizes)
         except BaseException as error:
+            # A refusal or an errno is an answer; after any other error the request may still run.
             refused = isinstance(error, CheckpointError) and not isinstance(error, UnreadableError)
             self._may_come = not refused and getattr(error, "errno", None) is None
             raise
@@ -239,7 +241,7 @@ class Pending:
     # -- rank 0 --------------------------------------------------------------------------------------------
 
     def _lead(self) -> str | None:
-        """Hear all ranks, then commit. Returns why it failed, if it did."""
+        """Read the votes of all ranks, then commit. Returns the reason of a failure, or None."""
         mail, ranks = self.mail, range(len(self.comm.nodes))
         heard = mail.wait({rank: f"vote-{rank}" for rank in ranks}, mail.timeout)
         failures = self._failures(heard)
@@ -256,10 +258,10 @@ class Pending:
             failures = self._failures(answers)
         failure = "\n".join(failures[:SAID_RANKS]) or None
         mail.put("verdict", {"failure": failure})
-        # Rank 0 often serves the store: it must not be gone before all have heard.
+        # Rank 0 often serves the store: it must not exit before all ranks have read the verdict.
         alive = [rank for rank, vote in heard.items() if vote is not None and rank]
         left = mail.wait({rank: f"heard-{rank}" for rank in alive}, HEARD_SECONDS)
-        if None not in [*heard.values(), *left.values()]:  # else somebody may still ask
+        if None not in [*heard.values(), *left.values()]:  # else a rank may still read them
             words = ("vote", "heard", "alive", *(["commit"] if others else []))
             mail.delete("verdict", "commit", *(f"{word}-{rank}" for word in words for rank in ranks))
         return failure
@@ -272,17 +274,17 @@ class Pending:
     # -- each other rank -----------------------------------------------------------------------------------
 
     def _follow(self) -> str | None:
-        """Hear the verdict from rank 0; the first rank of a disk commits there. Returns as `_lead`."""
+        """Read the verdict of rank 0; the first rank of a disk commits there. Returns as `_lead` does."""
         mail, rank = self.mail, self.comm.rank
-        # Twice: rank 0 may have written as long as this rank waits, and then waited for others.
+        # Twice the timeout: rank 0 may write for as long as this rank waits, and then wait for other ranks.
         patience = 2 * mail.timeout
-        if first_here(self.comm, self.place):  # of a disk that rank 0 does not see
+        if first_here(self.comm, self.place):  # true only on disks that rank 0 does not see
             asked = mail.wait({0: "commit"}, patience)[0]
             if asked is not None and asked["members"] is not None:
                 mail.put(f"commit-{rank}", self._attempt(lambda: self._commit(asked["members"])))
         verdict = mail.wait({0: "verdict"}, patience)[0]
         if verdict is None:
-            self._may_come = True  # rank 0 may have committed, and go on
+            self._may_come = True  # rank 0 may have committed
             return f"rank 0: no verdict within {patience:g} s; it died or hangs"
         failure: str | None = verdict["failure"]
         mail.put(f"heard-{rank}", {})
@@ -290,6 +292,6 @@ class Pending:
 
 
 def _rank_of(name: str) -> int | None:
-    """Return the rank that wrote a file, None of one that each disk has."""
+    """Return the rank that wrote a file; None for `state.json`, which every disk has."""
     number = name.removeprefix("rank-").partition(".")[0]
     return int(number) if number.isdecimal() else None

@@ -1,8 +1,8 @@
-"""Plan which rank writes which box. The boxes must make up the whole state.
+"""Plan which rank writes which box. The boxes must cover the whole state.
 
-Leaves are many, but few are not declared alike. A rank tells its different declarations, and a digest of
-which leaves they belong to. The names of leaves travel only if these digests differ, from one rank for
-each digest.
+A state has many leaves but few different declarations. Each rank sends its different declarations, and a
+digest of the mapping from leaves to declarations. Ranks exchange the names of leaves only if the digests
+differ, and then one rank sends the names for each digest.
 """
 
 from __future__ import annotations
@@ -25,34 +25,29 @@ if TYPE_CHECKING:
     from accel_core.storage.protocols import Comm
 
 Names = Sequence[tuple[Key, int]]
-"""(leaf, number of its declaration) of each leaf that a rank has."""
+"""(key, number of its declaration) of each leaf that a rank has."""
 
 
 class _RankDeclarations(NamedTuple):
-    """A rank's declarations, for the others."""
+    """The declarations that a rank sends to the other ranks."""
 
     nonce: str
-    """For the plan, if this is rank 0."""
+    """A new random text; the plan uses rank 0's."""
     digest: str
-    """Of the `Names`."""
+    """Digest of the rank's `Names`."""
     declarations: tuple[Declared, ...]
-    """Each once, in the order of their numbers."""
+    """The different declarations, in the order of their numbers."""
 
 
 @frozen
 class Group:
-    """Leaves of which each rank that has one has all, declared alike.
-
-    held: (rank, its declaration), by rank.
-    """
+    """Leaves that are held by the same ranks, and that each of these ranks declares alike."""
 
     keys: Sequence[Key]
     held: Sequence[tuple[int, Declared]]
+    """(rank, its declaration), in rank order."""
     holders: Mapping[Box, Sequence[int]] = field(init=False)
-    """Box -> the ranks that hold it.
-
-    Empty boxes of leaves with elements are not among them.
-    """
+    """Box -> the ranks that hold it. Empty boxes of non-empty leaves are left out."""
 
     @holders.default
     def _holders(self) -> Mapping[Box, Sequence[int]]:
@@ -67,9 +62,7 @@ class Group:
 def gather_groups(
     comm: Comm, declared: Mapping[Key, Declared], check: Callable[[], object]
 ) -> tuple[str, list[Group]]:
-    """Return a new nonce for the plan, and the groups of all ranks.
-
-    Collective; the same on each rank.
+    """Return a new nonce for the plan and the groups of all ranks, the same on each rank. Collective.
 
     Raises:
         CheckpointError: `check` failed on some rank.
@@ -112,15 +105,19 @@ def _group(told: Sequence[_RankDeclarations], known: Mapping[str, Names]) -> lis
 
 
 def plan(groups: Sequence[Group], rank: int, disks: Sequence[int]) -> dict[Key, list[Box]]:
-    """Return the boxes that this rank writes, the largest first.
+    """Return key -> boxes of the leaves that this rank writes.
 
-    Every rank computes it from the same groups, so that each box has one writer on each disk whose ranks
-    hold it. Replicas that are equal are spread, the largest first, over the ranks with the least to write.
-    `disks`: rank -> its disk.
+    Every rank computes the plan from the same groups, so that each box has one writer on each disk whose
+    ranks hold it. Equal replicas are spread, the largest first, over the ranks with the least to write.
+
+    Args:
+        groups: the groups of all ranks, from `gather_groups`.
+        rank: the rank that writes the returned boxes.
+        disks: rank -> number of its disk.
 
     Raises:
-        CheckpointError: ranks disagree about a leaf, its boxes leave a gap, overlap, or are held
-            twice without being declared replicated. All problems are named.
+        CheckpointError: ranks disagree about a leaf, or its boxes leave a gap, overlap, or are held
+            twice without being declared replicated. The message lists the first ten problems.
     """
     problems: list[str] = []
     mine: list[tuple[int, Key, Box]] = []
@@ -134,6 +131,7 @@ def plan(groups: Sequence[Group], rank: int, disks: Sequence[int]) -> dict[Key, 
                 if len(near) > 1 and group.held[0][1].any_replica_may_write:
                     shared += [(-box.volume, key, box, near) for key in group.keys]
                     continue
+                # A fixed writer: its load counts before equal replicas are spread below.
                 load[near[0]] += box.volume * len(group.keys)
                 if near[0] == rank:
                     mine += [(-box.volume, key, box) for key in group.keys]
@@ -152,7 +150,7 @@ def plan(groups: Sequence[Group], rank: int, disks: Sequence[int]) -> dict[Key, 
 
 
 def _by_disk(ranks: Sequence[int], disks: Sequence[int]) -> Collection[Sequence[int]]:
-    """Return the ranks of each disk among these."""
+    """Return the given ranks, grouped by disk."""
     found: dict[int, list[int]] = defaultdict(list)
     for rank in ranks:
         found[disks[rank]].append(rank)
@@ -168,7 +166,7 @@ def tiling_problem(shape: tuple[int, ...], boxes: Collection[Box]) -> str | None
             start < 0 or end > whole for start, end, whole in zip(box.offset, box.ends, shape, strict=True)
         ):
             return f"{box} is not inside of {list(shape)}"
-    # Along the dimension that is cut most, a box can only overlap those still open there.
+    # Sweep along the dimension with the most cuts: a box can only overlap boxes that have not ended there.
     along = max(range(len(shape)), key=lambda dim: len({box.offset[dim] for box in boxes}), default=0)
     opened: list[Box] = []
     for box in sorted(boxes, key=lambda box: box.offset[along:]) if len(boxes) > 1 else ():
@@ -184,7 +182,7 @@ def tiling_problem(shape: tuple[int, ...], boxes: Collection[Box]) -> str | None
 
 
 def intersect(one: Box, other: Box) -> Box | None:
-    """Return the part that both boxes have, if it has any element."""
+    """Return the intersection of two boxes; None if it has no elements."""
     offset = tuple(map(max, one.offset, other.offset))
     shape = tuple(end - start for start, end in zip(offset, map(min, one.ends, other.ends), strict=True))
     return Box(offset, shape) if min(shape, default=1) > 0 else None
@@ -198,7 +196,7 @@ def raise_problems(
     path: str | None = None,
     kind: type[CheckpointError] = CheckpointError,
 ) -> None:
-    """Raise a CheckpointError of this kind that names the problems, if there is any."""
+    """Raise an error of this kind that lists the first ten problems; do nothing without problems."""
     if problems:
         more = [f"... and {len(problems) - 10} more"] if len(problems) > 10 else []
         lines = [f"{what}:", *(f"  {each}" for each in [*problems[:10], *more]), remedy]

@@ -1,4 +1,4 @@
-"""The ranks that save or load together: a step of all of them, their messages, and who acts for a disk."""
+"""The ranks that save or load together: a joint step, messages, and the first rank of each disk."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 POLL_SECONDS: Final = 0.05
 TIMEOUTS: Final = 10
-"""Times process_group.timeout that what is at work is waited for."""
+"""Longest time that a rank reports that it is alive, in multiples of the timeout."""
 BEATS: Final = 4
-"""Times per timeout that a rank at work says so."""
+"""Number of times per timeout that a rank reports that it is alive."""
 
 
 def first_here(comm: Comm, place: Storage) -> bool:
-    """Return True for the rank that begins, commits and removes for all that see the place."""
+    """Return True on the first rank of each disk, which begins, commits and removes saves there."""
     return comm.rank in firsts(comm, place)
 
 
 def firsts(comm: Comm, place: Storage) -> list[int]:
-    """Return the first rank of each disk; rank 0 of all is the first of them."""
+    """Return the first rank of each disk, in rank order: rank 0 is always first."""
     return [0] if place.shared else sorted(comm.nodes.index(node) for node in set(comm.nodes))
 
 
 def sharers(comm: Comm, place: Storage) -> list[int]:
-    """Return the ranks that see the same files as this one."""
+    """Return the ranks that see the same files as this rank, in rank order."""
     everyone = range(len(comm.nodes))
     return [rank for rank in everyone if place.shared or comm.nodes[rank] == comm.nodes[comm.rank]]
 
@@ -47,19 +47,19 @@ def agree(gather: Callable[[Any], Sequence[Any]], step: str, action: Callable[[]
 
     Args:
         gather: returns the objects that all ranks pass, in rank order.
-        step: in words; must be the same on all ranks.
-        action: what this rank does.
+        step: name of the step, which must be the same on all ranks.
+        action: function that this rank runs.
 
     Raises:
-        CheckpointError: `action` failed on some rank; the message has each rank's failure. A failure that all
-            ranks have alike is raised as it is; otherwise the error has the most special class among them.
-        CollectiveError: ranks make different steps.
+        CheckpointError: `action` failed on a rank; the message has each rank's failure. If all ranks fail
+            alike, each rank raises its own error; otherwise the error has the most derived class among them.
+        CollectiveError: ranks run different steps.
     """
     error: Exception | None = None
     result: Any = None
     try:
         result = action()
-    except Exception as raised:  # whatever it is, the other ranks are waiting for this one's word
+    except Exception as raised:  # any error: the other ranks wait in `gather`
         error = raised
     kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
     failure = None if error is None else (kind, f"{type(error).__name__}: {error}")
@@ -75,7 +75,7 @@ def agree(gather: Callable[[Any], Sequence[Any]], step: str, action: Callable[[]
             text = "\n".join(f"rank {rank}: {said}" for rank, (_, said) in failed.items())
             raise kind(text, path=getattr(error, "path", None)) from error
     finally:
-        error = None  # its traceback has this frame: a cycle would keep what was read until it is collected
+        error = None  # break the cycle error -> traceback -> frame, which keeps the result alive
     return list(results)
 
 
@@ -87,76 +87,72 @@ def _refuse_difference(calls: Sequence[str]) -> NoReturn:
 
 @frozen
 class StoreMailbox:
-    """See `Mailbox` in `accel_core.storage.protocols`.
-
-    store: the one of all runs of the process: no request waits for a key.
-    """
+    """A mailbox on a torch store: see `Mailbox` in `accel_core.storage.protocols`."""
 
     store: Store
+    """Store that the whole process shares, so that no request may block until a key is set."""
     rank: int
     timeout: float
     prefix: str = ""
 
     def under(self, prefix: str) -> StoreMailbox:
-        """Return the same, with keys of their own."""
+        """Return a mailbox on the same store with another prefix."""
         return evolve(self, prefix=prefix)
 
     def put(self, key: str, message: Message) -> None:
-        """Let other ranks read the message."""
+        """Send a message that all other ranks can read."""
         self.store.set(f"{self.prefix}/{key}", json.dumps(message, separators=(",", ":"), allow_nan=False))
 
     def has(self, key: str) -> bool:
-        """Return True once the message is there."""
+        """Return True once the message has arrived."""
         return self.store.check([f"{self.prefix}/{key}"])
 
     def read(self, key: str) -> Any:
-        """Return the message, which is there."""
+        """Return the message, which must have arrived."""
         return json.loads(self.store.get(f"{self.prefix}/{key}"))
 
     def count(self, key: str) -> int:
-        """Return how often ranks have called this with the key, this call included."""
+        """Return the number of calls of all ranks with this key so far, including this call."""
         return self.store.add(f"{self.prefix}/{key}", 1)
 
     def delete(self, *keys: str) -> None:
-        """Remove messages that all have read."""
+        """Remove messages that all ranks have read."""
         for key in keys:
             self.store.delete_key(f"{self.prefix}/{key}")
 
     @contextmanager
     def alive(self) -> Iterator[None]:
-        """Say again and again that this rank is at work, so that others go on waiting.
+        """Report periodically that this rank is alive, so that other ranks continue to wait.
 
-        For ten times the timeout at most: a disk that hangs cannot be told from one that is slow.
+        The reports end after `TIMEOUTS` timeouts: a hanging disk cannot be distinguished from a slow disk.
         """
         ended = threading.Event()
 
         def say() -> None:
-            with suppress(RuntimeError):  # the process that serves the store has ended: no rank asks
+            with suppress(RuntimeError):  # the process that serves the store has ended
                 for beat in range(TIMEOUTS * BEATS):
                     self.put(f"alive-{self.rank}", {"beat": beat})
                     if ended.wait(self.timeout / BEATS):
                         return
 
         try:
-            with suppress(
-                RuntimeError
-            ):  # no thread can be had: this rank is waited for, but no longer than that
+            with suppress(RuntimeError):  # out of threads: others wait one timeout only
                 threading.Thread(target=say, name="alive", daemon=True).start()
             yield
         finally:
             ended.set()
 
     def wait(self, senders: Mapping[int, str], timeout: float) -> dict[int, Message | None]:
-        """Return what these ranks sent under their keys; None for one that is gone.
+        """Return rank -> its message under the given key; None for ranks that are gone.
 
-        Until the timeout, and then as long as they are `alive`. One request asks whether all have sent, and
-        one reads, however many they are. Many that are gone cost no more time than one.
+        The call waits until the timeout, and then as long as the silent ranks are `alive`. One request checks
+        for all messages, and one request reads them. Several dead ranks cost no more time than a single one.
         """
         deadline, pause = time.monotonic() + timeout, 0.0005
         keys = {rank: f"{self.prefix}/{key}" for rank, key in senders.items()}
         beats: dict[int, Any] = {}
         gone: set[int] = set()
-        # Asked again and again: a thread that waits inside the store cannot be ended with the process.
+        # Poll: a thread that blocks inside the store would keep the process from ending.
         while not self.store.check([key for rank, key in keys.items() if rank not in gone]):
             if time.monotonic() > deadline:
                 silent = [rank for rank, key in senders.items() if not self.has(key)]
@@ -171,23 +167,23 @@ class StoreMailbox:
         return dict.fromkeys(senders) | dict(zip(heard, map(json.loads, messages), strict=True))
 
     def _beat(self, rank: int) -> Any:
-        """Return what the rank last said of its being at work, if it did."""
+        """Return the last report of the rank that it is alive, or None."""
         return self.read(f"alive-{rank}") if self.has(f"alive-{rank}") else None
 
 
 class Alone:
-    """A process that saves or loads by itself."""
+    """A single process that saves or loads: see `Comm` in `accel_core.storage.protocols`."""
 
     rank = 0
     nodes: Sequence[int] = (0,)
 
     def together(self, step: str, action: Callable[[], T]) -> Sequence[T]:
-        """Run the action."""
+        """Run the action; return its result in a list."""
         del step
         return [action()]
 
     def mailbox(self, key: str) -> Mailbox:
-        """Return one that only this process reads."""
+        """Return a mailbox inside this process."""
         del key
         return _LocalMailbox()
 

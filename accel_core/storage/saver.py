@@ -1,4 +1,4 @@
-"""Save a state: agree on it and snapshot it on all ranks, and start to write it."""
+"""Save a state: all ranks agree on it, copy it, and start to write it."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
 
 @define(eq=False)
 class _Begun:
-    """A save whose folder is made and claimed, with what this rank writes into it."""
+    """A save whose folder is created and claimed, with the data that this rank writes."""
 
     place: Storage
     save_id: str
     claim: ExitStack = field(factory=ExitStack)
     commit: int | None = None
-    """The number of its commit."""
+    """Number of the commit; None until the save has begun."""
     share: Share | None = None
 
 
 class Saver:
-    """Saves the states of the same ranks, again and again: it keeps what one save leaves to the next."""
+    """Saves the states of a group of ranks. Each save reuses the layout and buffers of the save before."""
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
         self._layout: Layout | None = None
         self._was_shared = True
-        """Of the place that the layout was made for."""
+        """`shared` of the place for which the layout was made."""
         self._pending: Pending | None = None
 
     def save(
@@ -53,21 +53,24 @@ class Saver:
         wait: bool,
         wait_for_previous_save: Callable[[], object],
     ) -> Pending:
-        """Save a state in `place`, or as the next of the series. Collective.
+        """Save a state in `place`, or as the next checkpoint of the series. Collective.
 
-        Two rounds of the ranks, and up to two more if a leaf is new. With `wait` it is over when this
-        returns, unless it failed, which `Pending.wait` raises. Else a copy was taken, and a thread writes it.
+        The ranks exchange messages twice, up to two more times if leaves have changed, and once more if
+        several nodes have disks of their own.
 
         Args:
             collect: returns this rank's state.
             series: the numbered checkpoints of the run.
-            place: None for the next of the series.
-            wait: whether this call writes the state.
-            wait_for_previous_save: called before `collect`; raises if that save has failed.
+            place: None for the next checkpoint of the series.
+            wait: True to write the state in this call; False to copy the state and write it in a thread.
+            wait_for_previous_save: called before `collect`; raises if the previous save has failed.
+
+        Returns:
+            The save. `Pending.wait` raises an error of the writing, also with `wait`.
 
         Raises:
-            CheckpointError: the save before has failed, something cannot be stored, ranks disagree, or the
-                place cannot be written. On all ranks; what was there is unchanged.
+            CheckpointError: the previous save has failed, a value cannot be stored, ranks disagree, or the
+                place cannot be written. Raised on all ranks; an earlier checkpoint is unchanged.
         """
         comm, where = self.comm, series.folder if place is None else place
         collected: list[State] = []
@@ -96,7 +99,7 @@ class Saver:
             series.number_from(number + 1)
             named = {"name": target.name if place is None else None, "iteration": number, "save_id": save_id}
             about = {**named, "domains": self._domains(target), **state.members()} if comm.rank == 0 else {}
-        except BaseException:  # no memory for the copy, Ctrl-C, another rank: nothing half-written stays
+        except BaseException:  # out of memory, Ctrl-C, a failed rank: clean up
             if begun.commit is not None and first_here(comm, target):
                 discard(target, save_id)
             begun.claim.close()
@@ -107,7 +110,7 @@ class Saver:
     def _write(
         self, begun: _Begun, members: Mapping[str, Any], committed: Callable[[], None], *, wait: bool
     ) -> Pending:
-        """Write a save that has begun: here, or in a thread."""
+        """Write a save that has begun, in this thread if `wait` is True, else in a new thread."""
         assert begun.commit is not None
         assert begun.share is not None
         mail = self.comm.mailbox(f"save/{begun.save_id}")
@@ -124,31 +127,31 @@ class Saver:
         return pending
 
     def wait(self, patience: float | None = None) -> Pending | None:
-        """Wait for the save under way; return it, if there is one. As `Pending.wait`."""
+        """Wait for the current save, as `Pending.wait` does; return the save, or None without a save."""
         pending = self._pending
         if pending is not None:
             try:
                 pending.wait(patience)
             finally:
-                if pending.is_over:  # else Ctrl-C has ended the wait only: a thread still reads the copy
+                if pending.is_over:  # else Ctrl-C has only ended the wait: a thread still reads the copy
                     self._pending = None
         return pending
 
     def free_memory(self) -> None:
-        """Give back the memory of the copy. What a thread still writes, it holds until it has ended."""
+        """Release the memory of the copy. A thread that still writes a copy keeps that copy until it ends."""
         self._layout = None
 
     def _name_for(self, state: State, where: Storage) -> str | None:
-        """Return the name of the layout of the save before, if it serves this state."""
+        """Return the name of the previous save's layout if this state can reuse the layout, else None."""
         before = self._layout
         same = before is not None and before.declared == state.declared and self._was_shared == where.shared
         return before.name if before is not None and same else None
 
     def _plan(self, names: Sequence[str | None], state: State, where: Storage) -> Layout:
-        """Return who writes what: as in the save before, if all ranks name its layout, else agreed anew."""
+        """Return the previous save's layout if all ranks can reuse it; otherwise plan a new layout."""
         if self._layout is not None and None not in names and len({*names}) == 1:
             return self._layout
-        self._layout = None  # with its buffer, before the next one is made
+        self._layout = None  # frees its buffer before the next layout allocates one
         comm, self._was_shared = self.comm, where.shared
         nonce, groups = gather_groups(comm, state.declared, lambda: state.check(state))
         disks = [0] * len(comm.nodes) if where.shared else comm.nodes
@@ -157,7 +160,7 @@ class Saver:
         return self._layout
 
     def _shared(self, state: State, target: Storage) -> bytes | None:
-        """Return the JSON of what all ranks share, for the first rank of each disk: rank 0's."""
+        """Return rank 0's shared state as JSON on the first rank of each disk, None on other ranks."""
         rank = self.comm.rank
         if target.shared or len({*self.comm.nodes}) == 1:
             return as_json(state.shared) if rank == 0 else None
@@ -165,9 +168,9 @@ class Saver:
         return texts[0] if first_here(self.comm, target) else None
 
     def _begin(self, begun: _Begun, *, is_new: bool) -> int:
-        """Make the save's folder, by the first rank of each disk. Returns the number of its commit.
+        """Create and claim the save's folder on the first rank of each disk; return the commit's number.
 
-        is_new: it replaces no checkpoint.
+        Other ranks do nothing and return 0. If `is_new`, the folder must not have a checkpoint yet.
         """
         target = begun.place
         if not first_here(self.comm, target):
@@ -178,6 +181,7 @@ class Saver:
         home = target.at(begun.save_id)
         try:
             begun.claim.enter_context(home.claim())
+            # Only this rank's claim is expected: a second claim means that nodes share the folder.
             is_mine = len(home.list()) <= 1
         except OSError as error:
             raise cannot_be_saved(target, error) from error
@@ -190,7 +194,7 @@ class Saver:
         return number
 
     def _domains(self, target: Storage) -> list[list[int]]:
-        """Return the ranks of each disk, where there are several."""
+        """Return the ranks of each disk; an empty list if there is only one disk."""
         nodes, leading = self.comm.nodes, firsts(self.comm, target)
         if len(leading) == 1:
             return []

@@ -1,8 +1,8 @@
-"""Numbered checkpoints: the next number, the newest, and those that may go.
+"""Numbered checkpoints: choose the next number, find the newest or best, and remove old checkpoints.
 
-They are `FOLDER/checkpoint_N`. Numbers rise with every save, whatever the clock says. A folder is one of
-them if its own manifest says that it was saved under this name; any other is foreign: it is never picked and
-never removed. One rank of each disk looks at the folder and changes it.
+The checkpoints are `FOLDER/checkpoint_N`. Numbers rise with every save, and do not depend on the clock. A
+folder belongs to the series if its own manifest has the folder's name; any other folder is foreign, and is
+never loaded and never removed. One rank of each disk reads and changes the folder.
 """
 
 from __future__ import annotations
@@ -31,25 +31,22 @@ _NAME: Final = re.compile(r"checkpoint_(0|[1-9]\d*)")
 
 @frozen
 class Numbering:
-    """The settings that a series goes by.
-
-    limit: how many checkpoints are kept; None: all. best: name of the metric by which one more is kept, and
-    whether it is the largest.
-    """
+    """The settings of a series."""
 
     folder: Storage
     run_id: str
     limit: int | None = None
+    """Number of checkpoints to keep; None keeps all."""
     best: tuple[str, bool] | None = None
+    """(metric, True if larger is better): the best checkpoint by this metric is kept too."""
 
 
 class Series:
     """The checkpoints of a run and of the runs that it resumed.
 
-    Only the series itself changes its attributes.
-
-    next_number: the number of the next checkpoint, whether it is named by it or by the user.
-    ancestors: ids of the runs whose state this one took over, the oldest first.
+    Attributes:
+        next_number: number of the next checkpoint, also if the user names the checkpoint. Read-only.
+        ancestors: ids of the runs from which this run has resumed, the oldest first. Read-only.
     """
 
     def __init__(self, numbering: Callable[[], Numbering], first: int = 0) -> None:
@@ -57,11 +54,11 @@ class Series:
         self.next_number = first
         self.ancestors: Sequence[str] = ()
         self._others: set[int] = set()
-        """Numbers of checkpoints that this run neither wrote nor resumed from, whatever their lineage."""
+        """Numbers of checkpoints that this run neither wrote nor resumed from, even if of its lineage."""
         self._clean = 0
-        """Number below which killed saves have left nothing."""
+        """Number below which no files of killed saves remain."""
         self._read: dict[int, Manifest] = {}
-        """Manifests, without their files, that `apply_limit` has read before: a save reads none again."""
+        """Number -> manifest without its files: a cache, so that `apply_limit` reads each manifest once."""
 
     @property
     def folder(self) -> Storage:
@@ -86,7 +83,7 @@ class Series:
         return self.folder.at(f"checkpoint_{number}")
 
     def free_number(self) -> int:
-        """Return a number above all in the folder, also above those that others save now."""
+        """Return a number above all numbers in the folder, including saves of other runs in progress."""
         self.clear()
         others = [number for number in self._numbers() if number >= self.next_number]
         self._others.update(others)
@@ -100,7 +97,7 @@ class Series:
         return number
 
     def clear(self) -> None:
-        """Remove what killed saves have left; what somebody may be writing still is looked at again."""
+        """Remove the files of killed saves. Folders that may still be written are checked again later."""
         left = []
         for number in [number for number in self._numbers() if number >= self._clean]:
             place = self.path_of(number)
@@ -112,10 +109,7 @@ class Series:
         self._clean = min([self.next_number, *left])
 
     def _there(self) -> dict[int, Manifest | None]:
-        """Return number -> manifest of each that was saved under this number, None of a damaged one.
-
-        The newest is first.
-        """
+        """Return number -> manifest of each checkpoint of the series, the newest first; None if damaged."""
         found: dict[int, Manifest | None] = {}
         for number in sorted(self._numbers(), reverse=True):
             place = self.path_of(number)
@@ -126,12 +120,12 @@ class Series:
         return found
 
     def candidates(self, *, best: bool = False) -> list[int]:
-        """Return the numbers of checkpoints that may be loaded, newest or best first.
+        """Return the numbers of checkpoints that may be loaded, the newest or best first.
 
-        Those that this run and the runs which resumed it have saved; if there are none, all. Of the best also
-        those that led to this run, which has saved others since.
+        Checkpoints saved by this run, or by runs that resumed it, are candidates; if there are none, all
+        checkpoints are. With `best`, checkpoints of the runs that this run resumed are candidates too.
         """
-        found = self._there()  # None: loading it finds out why, and says so
+        found = self._there()  # a damaged one stays a candidate: the load reports the damage
         for number in sorted({*self._numbers()} - found.keys()):
             place = self.path_of(number)
             logger.warning("passed over: %s holds no whole save of this number", place)
@@ -141,7 +135,7 @@ class Series:
         return self._best_first({n: each for n, each in found.items() if n in mine or self._is_own(each)})
 
     def _is_own(self, manifest: Manifest | None) -> bool:
-        """Return True if this run saved it, or one that this run has resumed, before it went on."""
+        """Return True if this run saved the checkpoint, or an ancestor did before this run resumed."""
         return (
             manifest is not None
             and manifest.run_id in self.lineage
@@ -151,6 +145,7 @@ class Series:
     def _mine(self, found: Mapping[int, Manifest | None]) -> list[int]:
         intact_ones = [manifest for manifest in found.values() if manifest is not None]
         run_id = self._numbering().run_id
+        # If this run or a run that resumed it has saved here, checkpoints of other runs are not candidates.
         if any(run_id in manifest.lineage for manifest in intact_ones):
             return [number for number, each in found.items() if each is None or run_id in each.lineage]
         if intact_ones:
@@ -170,7 +165,7 @@ class Series:
     def _best_first(self, manifests: Mapping[int, Manifest | None]) -> list[int]:
         """Return the numbers of checkpoints that have the metric, the best first.
 
-        NaN is not among them. Of equal ones the earliest is first.
+        Checkpoints with a metric of NaN are left out. Among equal metrics the lowest number is first.
         """
         if (best := self._numbering().best) is None:
             return []
@@ -181,15 +176,15 @@ class Series:
         return sorted(ranked, key=lambda number: -values[number] if is_largest else values[number])
 
     def resume(self, loaded: Manifest) -> None:
-        """Go on from a checkpoint: its lineage is this run's, and numbers only rise."""
+        """Continue from a loaded checkpoint: take over its lineage, and number later checkpoints above it."""
         self.ancestors, self._clean = loaded.lineage, 0
         self.next_number = max(self.next_number, loaded.iteration + 1)
 
     def apply_limit(self) -> None:
-        """Remove the oldest that this run wrote or resumed from, down to the limit.
+        """Remove the oldest checkpoints that this run wrote or resumed from, down to the limit.
 
-        The best one stays, and each that somebody has claimed. What fails is logged: the save itself is
-        complete.
+        The best checkpoint and claimed checkpoints are kept. Failures are logged, not raised: the save itself
+        is complete.
         """
         limit = self._numbering().limit
         if limit is None:
@@ -199,14 +194,14 @@ class Series:
             best = self._best_first(own)[:1]
             for number in sorted(own)[:-limit]:
                 place = self.path_of(number)
-                manifest = None if number in best else intact(place)  # as it is now
+                manifest = None if number in best else intact(place)  # maybe replaced since
                 if self._is_own(manifest) and manifest and not place.at(manifest.save_id).is_claimed():
                     self._remove(place)
-        except (OSError, UnreadableError) as error:  # so that nothing says which is the best
+        except (OSError, UnreadableError) as error:  # the best checkpoint is unknown
             logger.warning("total_limit is not applied now: %s", error)
 
     def _read_before(self) -> Mapping[int, Manifest]:
-        """Return number -> manifest of each whole one in the folder; those of earlier calls are not read."""
+        """Return number -> manifest of each whole checkpoint. Manifests read by earlier calls are reused."""
         numbers = {*self._numbers()}
         self._read = {number: each for number, each in self._read.items() if number in numbers}
         for number in numbers - self._read.keys():
@@ -228,5 +223,5 @@ class Series:
             )
 
     def _numbers(self) -> list[int]:
-        """Return the numbers of all entries with such a name."""
+        """Return the numbers of all entries named `checkpoint_N`."""
         return [int(named[1]) for name in listed(self.folder) if (named := _NAME.fullmatch(name))]

@@ -22,26 +22,26 @@ def _nothing(*_: object) -> None:
 
 @define(eq=False)
 class State:
-    """A state on one rank, and what a save of it asks of its owner."""
+    """A state on one rank, and the callbacks that a save of it calls."""
 
     leaves: dict[Key, Leaf] = field(factory=dict)
     declared: dict[Key, Declared] = field(factory=dict)
-    """Each leaf as other ranks are told of it."""
+    """The declaration of each leaf, which other ranks receive."""
     shared: dict[str, Json] = field(factory=dict)
-    """Plain data that all ranks have alike; rank 0's is written."""
+    """Plain data that is the same on all ranks; rank 0's data is written."""
     own: dict[str, Json] = field(factory=dict)
     """Plain data that only this rank has."""
     summary_for_ranks: Any = None
     """Plain data about the state that all ranks exchange."""
     merge_summaries: Callable[[State, Sequence[Any], int], None] = _nothing
-    """Is given this state, the summaries of all ranks, and the rank; may change `shared` and `own`."""
+    """Called with this state, the summaries of all ranks, and the rank; may change `shared` and `own`."""
     check: Callable[[State], None] = _nothing
-    """Is given this state if leaves are new. Raises CheckpointError if leaves do not belong together."""
+    """Called with this state if leaves have changed. Raises CheckpointError if leaves do not fit together."""
     members: Callable[[], Mapping[str, Any]] = dict
     """Returns the members of the manifest, without the members of the save itself. Called on rank 0."""
 
     def add(self, key: Key, leaf: Leaf, *, any_replica_may_write: bool = True) -> None:
-        """Add a leaf. Raises CheckpointError if the key is taken."""
+        """Add a leaf. Raises CheckpointError if the key is taken, or if a tensor cannot be stored."""
         if key in self.leaves:
             raise CheckpointError(
                 f"unit {key[0]!r}: there are two states {key[1]}\na parameter may be in one optimizer only"
@@ -55,7 +55,11 @@ class State:
     def encode(self, value: Any, path: str, *, replicated: bool = True, in_parts: bool = False) -> Json:
         """Return `value` as tagged JSON; its large tensors become leaves of the unit "".
 
-        in_parts: take tensors that wrap others apart, for `put_together`.
+        Args:
+            value: nested plain data and tensors.
+            path: name of the value in error messages and in the keys of the leaves.
+            replicated: whether other ranks may have equal tensors.
+            in_parts: whether to take tensors that wrap others apart, for `put_together`.
         """
 
         def store(where: str, tensor: Tensor) -> str:

@@ -19,25 +19,25 @@ DTYPES: Final = {
     for value in vars(torch).values()
     if isinstance(value, torch.dtype) and not (name := str(value)[6:]).startswith(("bits", "q"))
 }
-"""torch's names without the prefix: float32, bfloat16, ..."""
+"""torch's name without the prefix (float32, bfloat16, ...) -> dtype."""
 _UNPICKLED: Final = frozenset(
     {
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     }
 )
-"""Dtypes that torch unpickles.
+"""Dtypes that torch can unpickle.
 
-It pickles the others (float8, uint16, complex32, ...) too, and raises where they are unpickled.
+torch also pickles other dtypes (float8, uint16, complex32, ...), but raises an error when it unpickles them.
 """
 _NOT_COPIED: Final = {
     dtype for name, dtype in DTYPES.items() if name.lstrip("uint") in {"1", "2", "3", "4", "5", "6", "7"}
 }
-"""int1 to uint7. torch copies no elements of these, but views them as bytes."""
+"""int1 to uint7: torch cannot copy tensors of these dtypes, but can view them as bytes."""
 
 
 def copyable(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors, viewed as bytes where torch does not copy their dtype."""
+    """Return the tensors, viewed as bytes if torch cannot copy their dtype."""
     return [each.view(torch.uint8) if each.dtype in _NOT_COPIED else each for each in tensors]
 
 
@@ -54,20 +54,21 @@ def can_pin(device: torch.device) -> bool:
         return False
     try:
         return torch.empty(1, device="cpu").pin_memory().is_pinned()
-    except RuntimeError:  # also NotImplementedError: devices without say it in either way
+    except RuntimeError:  # also NotImplementedError: devices without pinned memory raise either
         return False
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return a tensor's elements, row-major: a view of its memory if possible.
 
-    Any dtype, device and strides. The view keeps the memory alive, which must not be written to meanwhile.
+    The tensor may have any dtype, device and strides. The view keeps its memory alive; the memory must not be
+    changed while the view is in use.
     """
     return as_bytes(tensor.cpu()).numpy().data
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor's elements, row-major, as uint8 (b,): a view if possible."""
+    """Return a tensor's elements, row-major, as a uint8 tensor of shape (bytes,): a view if possible."""
     data = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if data.stride() != (1,):  # torch calls a single element contiguous, and `view` refuses its stride
         data = data.as_strided(data.shape, (1,))
@@ -75,7 +76,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def tensor_from(buffer: Any, dtype: str, shape: Sequence[int], start: int = 0) -> Tensor:
-    """Return a tensor over the bytes of a writable buffer, from `start` on.
+    """Return a tensor that shares the memory of a writable buffer, from the byte `start` on.
 
     Raises:
         ValueError: the buffer is too short.
@@ -91,7 +92,7 @@ def bytes_within(length: int, dtype: str, shape: Sequence[int], start: int) -> i
     """Return the size in bytes of a tensor of this dtype and shape.
 
     Raises:
-        ValueError: from `start` on, `length` bytes do not hold it.
+        ValueError: the tensor at `start` does not fit into `length` bytes.
     """
     size = math.prod(shape) * DTYPES[dtype].itemsize
     if min(shape, default=0) < 0 or start < 0 or start + size > length:
@@ -100,7 +101,7 @@ def bytes_within(length: int, dtype: str, shape: Sequence[int], start: int) -> i
 
 
 def pickled(value: Any) -> bytes:
-    """Pickle an object; tensors in it may have any dtype."""
+    """Return a pickled object; its tensors may have any dtype."""
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer)
     pickler.dispatch_table = _REDUCERS

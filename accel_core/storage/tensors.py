@@ -28,21 +28,21 @@ if TYPE_CHECKING:
     from accel_core.errors import CheckpointError
 
 STAGING_BYTES: Final = 16 << 20
-"""Bytes read at a time, where a tensor is not read straight into its place."""
+"""Bytes read at a time if a tensor cannot be read directly into its memory."""
 ALIKE: Final = 64
-"""So many small tensors of one size are worth a read of their own."""
+"""Number of neighbouring small tensors of one size from which a separate read pays."""
 SMALL_ELEMENTS: Final = 1 << 14
-"""Larger tensors are read one by one: reading takes longer than asking for it."""
+"""Elements up to which tensors are read together; for larger tensors the cost per read is negligible."""
 
 _Small: TypeAlias = tuple[int, int, Tensor]
-"""Start in the file, number of elements, and the tensor to fill."""
+"""(start in the file, number of elements, tensor to fill)."""
 
 
 @define
 class Stored:
-    """A tensor of the checkpoint, and the file and start of each of its boxes.
+    """A tensor of the checkpoint, with the file and start of each of its boxes.
 
-    Nothing changes one, but making a frozen one takes twice the time, and there are as many as tensors.
+    Treat as immutable. Not frozen: frozen attrs classes take twice as long to make, and every tensor has one.
     """
 
     kind: Kind
@@ -51,25 +51,22 @@ class Stored:
     layout: str | None
     boxes: dict[Box, tuple[DataFile, int]] = field(factory=dict, eq=False)
     _lacks: Callable[[str], CheckpointError] | None = field(default=None, eq=False)
-    """Makes the error for needed boxes on another node; None if all are on this one."""
+    """Returns the error for boxes on another node; None if all boxes are on this node."""
 
     def tensor(self) -> Tensor:
-        """Return the whole tensor, in memory of its own."""
+        """Return the whole tensor, newly allocated on the CPU."""
         tensor = torch.empty(self.shape, dtype=DTYPES[self.dtype], device="cpu")
         self.read(tensor)
         return tensor
 
     def read(self, target: Tensor, offset: tuple[int, ...] | None = None) -> None:
-        """Fill a tensor: with all of the stored one, or with the part of it that starts at `offset`."""
+        """Fill `target` from the stored tensor, or from its part that starts at `offset`."""
         shards = ((offset or (0,) * len(self.shape), target.detach()),)
         fill([(self, Leaf(kind=self.kind, global_shape=self.shape, shards=shards))])
 
     @property
     def place(self) -> tuple[Path, int] | None:
-        """The local file and the start of all its bytes.
-
-        None if they lie in several boxes, or in a store.
-        """
+        """(local file, start in bytes) of the tensor; None if cut, in a plugin's layout, or not local."""
         if len(self.boxes) != 1 or self.layout is not None:
             return None
         ((_, (file, start)),) = self.boxes.items()
@@ -78,15 +75,15 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Size in bytes of the whole tensor."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     def number(self) -> float:
-        """Return the value of a tensor of one element."""
+        """Return the value of a tensor with one element."""
         return float(self.tensor())
 
     def parts(self, leaf: Leaf | None) -> Iterator[tuple[DataFile, int, int]]:
-        """Yield file, start and end of the rows that `fill` reads for a leaf, of all without one."""
+        """Yield (file, start, end) of the bytes that `fill` reads for a leaf; for None, of all boxes."""
         for wanted in self.boxes if leaf is None else _boxes_of(leaf):
             boxes = [wanted] if wanted in self.boxes else self.boxes
             for box in boxes:
@@ -99,13 +96,13 @@ class Stored:
                     yield file, first, first + common.shape[0] * row
 
     def _join(self, tensor: Tensor, wanted: Box) -> None:
-        """Fill the tensor, this box of the whole, from the stored boxes that overlap it."""
+        """Fill `tensor`, the part `wanted` of the whole tensor, from the stored boxes that overlap it."""
         for box, (file, start) in self.boxes.items():
             if common := intersect(box, wanted):
                 self._copy(tensor[_slices(common, wanted)], common, box, file, start)
 
     def _copy(self, target: Tensor, part: Box, box: Box, file: DataFile, start: int) -> None:
-        """Fill `target` with a part of a box, some rows of the file at a time."""
+        """Fill `target` with the part `part` of a box, up to `STAGING_BYTES` of the file at a time."""
         if not part.shape:
             target.copy_(file.tensor(self.dtype, (), start))
             return
@@ -140,20 +137,18 @@ def _boxes_of(leaf: Leaf) -> list[Box]:
 
 @frozen(eq=False)
 class Checkpoint(Opened):
-    """An opened checkpoint with its tensors.
-
-    ranks: the state of each rank, still encoded.
-    """
+    """An opened checkpoint with its tensors."""
 
     ranks: Mapping[int, Mapping[str, Any]]
+    """Rank -> its state, still encoded."""
     tensors: Mapping[Key, Stored]
 
     @classmethod
     def with_tensors(cls, files: Opened) -> Checkpoint:
-        """Return the opened checkpoint with its tensors, of which none is read.
+        """Return the opened checkpoint with a description of its tensors; no tensor is read yet.
 
         Raises:
-            CheckpointError: what describes them is not what a save writes.
+            CheckpointError: the index of a rank is not as a save writes it.
         """
         tensors: dict[Key, Stored] = {}
         cut: set[Key] = set()
@@ -167,7 +162,7 @@ class Checkpoint(Opened):
                 stored = tensors[unit, key]
                 if problem := tiling_problem(stored.shape, stored.boxes):
                     raise ValueError(f"{unit}: {key}: {problem}")
-        # Without the indexes: the tensors hold all that they say.
+        # Drop the indexes to free memory: `tensors` has their content.
         shares: dict[int, tuple[DataFile, dict[str, Any]]] = {
             rank: (data, {}) for rank, (data, _) in files.shares.items()
         }
@@ -180,7 +175,7 @@ class Checkpoint(Opened):
         return self.ranks[rank]
 
     def blocks_of(self, places: Iterable[tuple[Stored, Leaf | None]]) -> set[Block]:
-        """Return the blocks that are read for these leaves, or of all of a tensor for None."""
+        """Return the blocks that are read for these leaves; None stands for the whole tensor."""
         ranks = {data: rank for rank, (data, _) in self.shares.items()}
         found: set[Block] = set()
         for stored, leaf in places:
@@ -190,7 +185,7 @@ class Checkpoint(Opened):
         return found
 
     def decode(self, value: Any, path: str) -> Any:
-        """Return the value that was encoded, its large tensors read from the data files."""
+        """Return the decoded value, with its large tensors read from the data files."""
         try:
             return decode(value, path, self._fetch)
         except RecursionError as error:
@@ -201,7 +196,7 @@ class Checkpoint(Opened):
 
 
 def _add_tensors(tensors: dict[Key, Stored], rank: int, files: Opened) -> set[Key]:
-    """Add the tensors of a rank's file; return those that are not one box."""
+    """Add the tensors of a rank's file; return the keys of tensors with several boxes."""
     data, _ = files.shares[rank]
     lacks, has_domains, end = files.lacks if files.absent else None, files.manifest.domains, data.record.size
     cut = set()
@@ -215,7 +210,7 @@ def _add_tensors(tensors: dict[Key, Stored], rank: int, files: Opened) -> set[Ke
         for (box, size), start in parts:
             if type(start) is not int or not 0 <= start <= end - size:
                 raise ValueError(f"{key} {box} is not within its file, at {start!r}")
-            # Each node has its own copy of what is the same on all; the lowest rank's is read.
+            # Each node has its own copy of a replicated box; the copy of the lowest rank is read.
             if box in stored.boxes and (not has_domains or stored.boxes[box][0] is data):
                 raise ValueError(f"{key} {box} is there twice")
             stored.boxes.setdefault(box, (data, start))
@@ -227,7 +222,7 @@ def _add_tensors(tensors: dict[Key, Stored], rank: int, files: Opened) -> set[Ke
 def _outline(
     each: Mapping[str, Any],
 ) -> tuple[tuple[Kind, tuple[int, ...], str, str | None], tuple[Box, int]]:
-    """Return what such a tensor is, and its whole box with the bytes of that."""
+    """Return ((kind, shape, dtype, layout), (box, bytes)) of an outline; the box is the whole tensor."""
     shape, dtype = tuple(each["shape"]), each["dtype"]
     return (each["kind"], shape, dtype, each["layout"]), _measured(dtype, (0,) * len(shape), shape)
 
@@ -238,27 +233,27 @@ def _measured_parts(dtype: str, boxes: Iterable[Any]) -> list[tuple[tuple[Box, i
 
 @lru_cache(maxsize=4096)
 def _measured(dtype: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Box, int]:
-    """Return a box, one object for equal ones, and its bytes."""
+    """Return a box and its size in bytes; equal boxes share one object."""
     if not {*map(type, offset), *map(type, shape)} <= {int}:
         raise ValueError(f"[{offset}, {shape}] is not a box of whole numbers")
     return Box(offset, shape), bytes_within(sys.maxsize, dtype, shape, 0)
 
 
 def fill(pairs: Iterable[tuple[Stored, Leaf]]) -> None:
-    """Overwrite the parts of the leaves that this rank holds.
+    """Overwrite the shards of the leaves with the stored tensors.
 
-    Small tensors that are neighbours in a file are read at once.
+    Small tensors that are neighbours in a file are read together.
 
     Raises:
         CheckpointError: a part is on another node, or cannot be read.
     """
-    # By device too: some devices' libraries crash on a list of tensors to copy into that are on several.
+    # By device too: some devices' libraries crash if one foreach copy has targets on several devices.
     small: dict[tuple[DataFile, str, torch.device], list[_Small]] = defaultdict(list)
     for stored, leaf in pairs:
         if stored._lacks is not None:
             stored.require(leaf)
         for offset, tensor in leaf.shards:
-            # A tuple finds the box that equals it, and takes less time to make.
+            # A tuple equals a Box with the same items, and is faster to make.
             wanted: Any = tuple(offset), tensor.shape
             file, start = stored.boxes.get(wanted, (None, 0))
             if file is None:
@@ -276,16 +271,16 @@ def fill(pairs: Iterable[tuple[Stored, Leaf]]) -> None:
 
 
 def _cut(source: Tensor, targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the parts of a flat tensor, shaped as the targets."""
+    """Return the flat tensor, cut into parts with the shapes of the targets."""
     if len({target.shape for target in targets}) > 1:
         return tuple(_unflatten_dense_tensors(source, targets))
-    return source.view(len(targets), *targets[0].shape).unbind()  # in a third of the time
+    return source.view(len(targets), *targets[0].shape).unbind()  # fast path: a third of the time
 
 
 def _neighbours(parts: Iterable[_Small], itemsize: int) -> Iterator[tuple[int, list[int], list[Tensor]]]:
-    """(start in the file, sizes, tensors) of each row of tensors without a gap.
+    """Yield (start in the file, sizes, tensors) of each run of tensors without a gap in the file.
 
-    A long row ends where the size changes, for `_cut`.
+    A run of `ALIKE` or more tensors ends before a tensor of another size, to use the fast path of `_cut`.
     """
     sizes: list[int] = []
     run: list[Tensor] = []
@@ -304,12 +299,12 @@ def _neighbours(parts: Iterable[_Small], itemsize: int) -> Iterator[tuple[int, l
 
 
 def _takes_bytes(tensor: Tensor, dtype: str) -> bool:
-    """Return True if the tensor's memory is laid out as the file's."""
+    """Return True if bytes of the file can be read directly into the tensor's memory."""
     return tensor.is_cpu and tensor.dtype == DTYPES[dtype] and tensor.is_contiguous() and not _is_lazy(tensor)
 
 
 def _is_lazy(tensor: Tensor) -> bool:
-    """Return True if torch conjugates or negates the tensor when it reads it."""
+    """Return True for a lazy conjugate or negative view, whose memory differs from its values."""
     return tensor.is_neg() or tensor.is_conj()
 
 

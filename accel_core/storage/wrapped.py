@@ -1,4 +1,4 @@
-"""Nested data with tensors that wrap others: taken apart for a save, put together by a load."""
+"""Nested data with tensors that wrap others: a save takes the wrappers apart, a load rebuilds them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _MAPPINGS: Final = frozenset({dict, OrderedDict, defaultdict})
 
 @frozen(eq=False)
 class Parts:
-    """The tensors in a wrapper by name. A wrapper is made of them again only like one of the same layout."""
+    """The tensors of a wrapper by name; they can be loaded only into a wrapper of the same layout."""
 
     layout: str
     tensors: Mapping[str, Tensor]
 
 
 def taken_apart(value: Any) -> Any:
-    """Return nested data with `Parts` in the place of each wrapper."""
+    """Return nested data in which each wrapper is replaced by its `Parts`."""
 
     def change(each: Any, _: object) -> Any:
         if not wraps(each):
@@ -39,13 +39,17 @@ def taken_apart(value: Any) -> Any:
 
 
 def put_together(value: Any, here: Callable[[], Any], what: str) -> Any:
-    """Return nested data with a wrapper in the place of its `Parts`.
+    """Return nested data in which each `Parts` is replaced by a wrapper.
 
-    here: returns the data of today, which has a wrapper of the same layout in the same place; a file's word
-    alone makes no object of a class.
+    The class of a wrapper is taken from the current data, never from the file: files must not create objects.
+
+    Args:
+        value: the data from the checkpoint.
+        here: returns the current data, which must have a wrapper of the same layout at the same path.
+        what: name of the data in error messages.
 
     Raises:
-        CheckpointError: the data of today has no such wrapper.
+        CheckpointError: the current data has no such wrapper.
     """
 
     def change(each: Any, path: tuple[Any, ...]) -> Any:
@@ -67,11 +71,11 @@ def put_together(value: Any, here: Callable[[], Any], what: str) -> Any:
 
 
 def _mapped(value: Any, change: Callable[[Any, tuple[Any, ...]], Any], path: tuple[Any, ...] = ()) -> Any:
-    """Return nested lists, tuples and mappings with `change(value, path)` for each value in them."""
+    """Return nested lists, tuples and mappings with each value inside replaced by `change(value, path)`."""
     kind = type(value)
     if kind in (list, tuple):
         return kind(_mapped(each, change, (*path, number)) for number, each in enumerate(value))
-    if kind in _MAPPINGS:  # `encode` refuses subclasses
+    if kind in _MAPPINGS:  # exact types: `encode` refuses subclasses
         made = copy(value)
         for key, each in value.items():
             made[key] = _mapped(each, change, (*path, key))
@@ -80,7 +84,7 @@ def _mapped(value: Any, change: Callable[[Any, tuple[Any, ...]], Any], path: tup
 
 
 def _wrapper_like(tensor: Any, parts: Mapping[str, Tensor], prefix: str = "") -> Tensor:
-    """Return a wrapper like this one, of the parts by their names."""
+    """Return a wrapper with the class and context of `tensor`, made from the named parts."""
     keys, context = tensor.__tensor_flatten__()
     found: dict[str, Tensor] = {}
     for key in keys:

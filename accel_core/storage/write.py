@@ -1,4 +1,4 @@
-"""Write a checkpoint from tensors that come one by one, for converters. By a process alone."""
+"""Write a checkpoint from tensors that are read one by one, in a single process. For converters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Outline(NamedTuple):
-    """The description of a tensor. dtype: torch's name without the prefix."""
+    """The description of a tensor. `dtype` is torch's name without the prefix."""
 
     kind: Kind
     shape: tuple[int, ...]
@@ -41,15 +41,20 @@ def write_checkpoint(
     outlines: Mapping[Key, Outline],
     read: Callable[[Key], Tensor],
 ) -> None:
-    """Save as the checkpoint `place`, as atomically as a run does.
+    """Write the checkpoint `place`, as atomically as a run does.
 
-    Memory is needed for one tensor at a time, beside `shared` and `ranks`.
+    Only one tensor at a time is in memory, beside `shared` and `ranks`.
 
-    members: of the manifest, without those of the save itself. shared: of `state.json`. ranks: the `state` of
-    each rank. Both are not encoded yet. read: gives each whole tensor, once.
+    Args:
+        place: the checkpoint's folder.
+        members: members of the manifest, without the members of the save itself.
+        shared: members of `state.json`, not encoded yet.
+        ranks: the `state` of each rank, not encoded yet.
+        outlines: key -> description of each tensor.
+        read: returns the whole tensor of a key; called once per key.
 
     Raises:
-        CheckpointError: something is not plain data, or the place cannot be written.
+        CheckpointError: a value is not plain data, or the place cannot be written.
     """
     shares = [
         _share(rank, shared, own, outlines if rank == 0 else {}, read) for rank, own in enumerate(ranks)
@@ -78,6 +83,7 @@ def _share(
     for key, outline in outlines.items():
         if outline.dtype not in DTYPES:
             raise CheckpointError(f"{key[1]}: torch has no dtype {outline.dtype}\nconvert it before")
+        # On the meta device: the layout needs shapes and dtypes only, and `body` reads the data.
         tensor = torch.empty(outline.shape, dtype=DTYPES[outline.dtype], device="meta")
         state.leaves[key] = full_leaf(tensor, kind=outline.kind, layout=outline.layout)
         state.declared[key] = declare(state.leaves[key], any_replica_may_write=True)
