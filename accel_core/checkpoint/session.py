@@ -138,6 +138,7 @@ class CheckpointSession:
         where = None if directory is None else storage_at(directory, each_node=project.save_on_each_node)
 
         def collected() -> State:
+            # Here, after the wait for the save before: its `checkpoint_committed` still gets its own number.
             self._step = None if step is None else operator.index(step)
             by_metric = None if directory is not None else project.keep_best
             metric = None if by_metric is None else metric_and_mode(by_metric)[0]
@@ -149,7 +150,7 @@ class CheckpointSession:
         with without_collecting_garbage():
             pending = saver.save(collected, series, where, wait=wait, wait_for_previous_save=self.wait)
         if wait:
-            self.wait()
+            self.wait()  # it is over: this raises its error, and tells plugins
         return pending.place
 
     def _members(self, ranks: int, metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def no_op(method: F) -> F:
-    """Mark a default that does nothing, so that per-step calls to it are left out."""
+    """Mark a default that adds nothing to torch's own call, so that callers make that call themselves."""
     method.accel_no_op = True  # type: ignore[attr-defined]
     return method
 

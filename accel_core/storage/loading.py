@@ -66,7 +66,7 @@ class _Loading:
         with self._stack:
             texts = self._descriptions()
             needed = comm.together("load_state: compare", compare)
-            (checkpoint,), (planned,) = opened, made
+            checkpoint, planned = opened[0], made[0]
             self._verify(checkpoint, needed)
             before, files = checkpoint.meter.count, sum(d.record.size for d, _ in checkpoint.shares.values())
             with comm.shown(f"loading {self.place.name}", lambda: (checkpoint.meter.count - before, files)):

@@ -82,7 +82,7 @@ class Saver:
             return state.summary_for_ranks, self._name_for(state, where), number, new_save_id()
 
         summaries, names, numbers, ids = zip(*comm.together("save_state: collect", enter), strict=True)
-        (state,), number, save_id = collected, max(numbers), ids[0]
+        state, number, save_id = collected[0], max(numbers), ids[0]
         state.merge_summaries(state, summaries, comm.rank)
         layout = self._plan(names, state, where)
         target = place or where.at(f"checkpoint_{number}")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def build_unit(group: UnitGroup, plan: PreparePlan, prepared: PreparedObjects) -> None:
     """Add the group's objects to its unit, and the unit to the prepared objects. Collective.
 
-    If it raises, the unit is as it was before.
+    If it raises, the unit is as it was before; changes that plugins made to the objects themselves stay.
     """
     unit = group.unit
     models = " and ".join(type(model).__name__ for model in group.models)
@@ -54,7 +54,7 @@ def build_unit(group: UnitGroup, plan: PreparePlan, prepared: PreparedObjects) -
 
 @contextmanager
 def _undone_on_error(unit: Unit) -> Iterator[None]:
-    """Restore the unit if the block raises; changes that plugins made to its objects stay."""
+    """Restore the unit if the block raises."""
     attached, config = len(unit.detach), unit.config
     lists: tuple[list[Any], ...] = unit.given, unit.models, unit.wrapped, unit.optimizers, unit.schedulers
     before = [[*each] for each in lists]
@@ -117,8 +117,9 @@ def _build_whole(group: UnitGroup, plan: PreparePlan) -> None:
 
     unit.use_build(build_each)
     unit.hooks.prepare_unit(unit, plan.of_kind["dataloader"])
-    plan.stepped.update(zip(map(id, added), unit.schedulers[first:], strict=False))
-    if unit.build_each is None:  # the plugin left the wrapping to the base
+    is_built = unit.build_each is None  # `build_each` ran: the plugin left the wrapping to the base
+    plan.engine_schedulers.update(zip(map(id, added), unit.schedulers[first:], strict=False))
+    if is_built:
         return
     unit.use_build(None)
     _check_transformed(unit, _last(unit.optimizers, len(group.optimizers)))

@@ -1,6 +1,6 @@
 """The plan of a `prepare` call: the kinds of objects, the groups that form units, and checks.
 
-Planning changes nothing.
+Planning changes nothing. The build notes in the plan which schedulers an engine has replaced.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class PreparePlan:
         placed: id of an object -> whether it is moved to the device.
         groups: one group per unit that gets new objects.
         schedules: (scheduler, its optimizer) of the new schedulers.
-        stepped: id of a scheduler -> the scheduler by which an engine replaced it.
+        engine_schedulers: id of a scheduler -> the scheduler by which an engine replaced it.
     """
 
     objects: Sequence[Any]
@@ -120,7 +120,7 @@ class PreparePlan:
     placed: Mapping[int, bool]
     groups: Sequence[UnitGroup]
     schedules: Sequence[tuple[Any, Any]]
-    stepped: dict[int, Any] = Factory(dict)
+    engine_schedulers: dict[int, Any] = Factory(dict)
 
     def schedulers_of(self, optimizers: Sequence[Optimizer]) -> list[Any]:
         """Return the new schedulers of these optimizers."""

@@ -1,6 +1,7 @@
 """`prepare`: plan the units of the objects (see `plan`), check them, then build the units (see `build`).
 
-All checks of the objects come before the first change.
+All checks that need no built unit come before the first change. Plugins may refuse while they build; the unit is
+then as it was before.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def prepare(
     for group in plan.groups:
         build_unit(group, plan, prepared)
     for scheduler, optimizer in plan.schedules:
-        stepped = plan.stepped.get(id(scheduler), scheduler)
+        stepped = plan.engine_schedulers.get(id(scheduler), scheduler)
         proxy = prepare_scheduler(stepped, prepared.proxy_of(optimizer))
         prepared.schedulers.append((scheduler, proxy))
     if plan.schedules and loaders and scheduler_steps == 1:
