@@ -1,7 +1,7 @@
 """`prepare`: plan the units of the objects (see `plan`), check them, then build the units (see `build`).
 
-All checks that need no built unit come before the first change. Plugins may refuse while they build; the unit is
-then as it was before.
+All checks that need no built unit come before the first change. Plugins may refuse while they build;
+the unit is then as it was before.
 """
 
 from __future__ import annotations
