@@ -34,7 +34,7 @@ def nothing_written(what: str, lacking: str, keys: Iterable[Key], remedy: str) -
 
 
 def of_program(keys: Iterable[Key], values: int = 0) -> list[str]:
-    """Name the tensors of a program without an Accelerator that are not weights, and how many values it has."""
+    """Name the tensors of a program without an Accelerator that are not weights; values: how many it has."""
     tensors = sum(key.startswith("values/") for unit, key in keys if unit)
     also = f" and {values} other value(s)" if values else ""
     return [f"{tensors} tensor(s){also} under values/"] if tensors or values else []
