@@ -83,6 +83,14 @@ def test_check_finds_names_of_plugins_nobody_has(accel):
     assert last.startswith("accel.yaml:3:1: log_with: no tracker 'abacus' is installed; installed: ")
 
 
+@pytest.mark.parametrize("key", ["log_with", "strategy", "device", "mixed_precision"])
+def test_a_line_quotes_at_most_200_characters_of_a_name(accel, key):
+    (accel.folder / "accel.yaml").write_text(f"{key}: {'x' * 3000}\n")
+    (line,) = accel("check").stdout.splitlines()
+    assert line.startswith(f"accel.yaml:1:1: {key}: ")
+    assert 200 < len(line) < 500
+
+
 def test_check_as_json(accel):
     (accel.folder / "other.yaml").write_text("strategi: x\n")
     done = accel("check", "--config", "other.yaml", "--json")

@@ -245,10 +245,8 @@ def write(contents: Contents, folder: Path) -> list[str]:
     for entries in scalers(contents)[:1]:
         torch.save(entries["scaler"], folder / "scaler.pt")
     left = ["the position of dataloaders"] if any(own["loaders"] for own in contents.ranks) else []
-    for rank, own in enumerate(contents.ranks):
-        if not own["random"]:
-            left.append(f"random streams of rank {rank}: the checkpoint has none")
-            continue
+    left += [] if contents.ranks[0]["random"] else ["random streams: the checkpoint has none"]
+    for rank, own in enumerate(contents.ranks if contents.ranks[0]["random"] else []):
         states = {"step": contents.members["step"] or 0, **to_foreign(own["random"], rank)}
         torch.save(states, folder / f"random_states_{rank}.pkl")
     return [*left, *plugins_left_out(contents, units)]

@@ -162,10 +162,10 @@ def export(folder: str, target: str, form: str, **options: Any) -> None:
 
         limit, force = chosen.pop("max_shard_size", "10GB"), chosen.pop("force", False)
         unit, prefix, safe = chosen.pop("unit", None), chosen.pop("prefix", None), form == "safetensors"
-        homes, without = weights.export(
+        homes, left_out = weights.export(
             folder, target, unit=unit, prefix=prefix, limit=limit, safe=safe, force=force
         )
-        _finish([f"unit {name}, which has no weights" for name in without], "\n".join(homes))
+        _finish(left_out, "\n".join(homes))
         return
     from accel_checkpoint_tools.contents import Contents
     from accel_checkpoint_tools.files import beside

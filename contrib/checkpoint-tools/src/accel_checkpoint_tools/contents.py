@@ -11,7 +11,7 @@ import torch
 from attrs import define, frozen
 from torch import Tensor
 
-from accel_checkpoint_tools.found import nothing_written
+from accel_checkpoint_tools.found import nothing_written, of_program
 from accel_core import (
     Checkpoint,
     CheckpointError,
@@ -112,9 +112,8 @@ class Contents:
     @property
     def without_place(self) -> list[str]:
         """Names state of a program without an Accelerator, for which other formats have no place."""
-        tensors = sum(key.startswith("values/") for _, key in self.tensors)
         values = sum(len(each.get("values", {})) for each in (self.state, *self.ranks))
-        return [f"{tensors} tensors and {values} other values under values/"] if tensors or values else []
+        return of_program(self.tensors, values)
 
     def write(self, folder: str | os.PathLike[str]) -> Storage:
         """Save as the checkpoint `folder`, as atomically as a run does. Memory is needed for one tensor.

@@ -1,4 +1,4 @@
-"""A list of the tensors that a checkpoint holds, for commands that find nothing to write."""
+"""Places of the tensors in a checkpoint, for commands that leave some of them out, or find none to write."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from accel_core import CheckpointError
 
-__all__ = ["nothing_written"]
+__all__ = ["nothing_written", "of_program"]
 
 Key = tuple[str, str]
 _LISTED = 8
@@ -31,3 +31,10 @@ def nothing_written(what: str, lacking: str, keys: Iterable[Key], remedy: str) -
         f"{what} has no {lacking}, and nothing was written\n"
         f"it has tensors under {', '.join(listed)}{more}\n{remedy.format(prefix=prefixes[0][0])}"
     )
+
+
+def of_program(keys: Iterable[Key], values: int = 0) -> list[str]:
+    """Name the tensors of a program without an Accelerator that are not weights; values: how many it has."""
+    tensors = sum(key.startswith("values/") for unit, key in keys if unit)
+    also = f" and {values} other value(s)" if values else ""
+    return [f"{tensors} tensor(s){also} under values/"] if tensors or values else []

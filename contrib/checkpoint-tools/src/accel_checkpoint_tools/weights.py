@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
-from accel_checkpoint_tools.found import nothing_written
+from accel_checkpoint_tools.found import nothing_written, of_program
 from accel_core import (
     Checkpoint,
     CheckpointError,
@@ -38,7 +38,7 @@ def export(
 ) -> tuple[list[str], list[str]]:
     """Write the weights of a unit into `target`, or of each into a folder there.
 
-    Returns the folders, and the units that have no weights. Both folder and target may be URLs.
+    Returns the folders, and what is left out. Both folder and target may be URLs.
 
     A unit of several models gets a folder for each: `model0`, `model1`, ..., in the order of `prepare`.
     Everything is verified first. Needs memory for the weights of one file of `limit` bytes. `force`: files of
@@ -64,7 +64,8 @@ def export(
             whole = ((names, stored.tensor()) for names, stored in weights)
             values = {key: checkpoint.decode(value, f"{home}: {key}") for key, value in extra.items()}
             write_weights(home, whole, values, limit, safe=safe, replace=force)
-        return list(homes), [name for name, found in parts.items() if not found]
+        left = [f"unit {name}, which has no weights" for name, found in parts.items() if not found]
+        return list(homes), left if prefix else [*left, *of_program(checkpoint.tensors)]
 
 
 def _parts(checkpoint: Checkpoint, unit: str, prefix: str | None) -> dict[str, _Weights]:
