@@ -122,6 +122,6 @@ def implements(spec: Any) -> Any:
         name = getattr(spec, "__qualname__", repr(spec))
         raise PluginError(
             f"implements: {name} is not a hook\n"
-            'write @implements(hooks.NAME) above the method, or @implements("PACKAGE.NAME")'
+            'write @implements(hooks.NAME) above the method, without quotes, or @implements("PACKAGE.NAME")'
         )
     return _impl_marker(specname=spec.__name__)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from accel_core.contract.run import live
 from accel_core.contract.world import rank_here
-from accel_core.distributed.exchange import collective_call
 
 _warned: set[tuple[object, ...]] = set()
 
@@ -58,6 +57,8 @@ class MultiProcessAdapter(_Adapter):
                 if level >= logging.WARNING:
                     _tell_observers(str(msg), args)
             for run in runs:
+                from accel_core.distributed.exchange import collective_call  # late: it imports torch
+
                 with collective_call(run, "world", "log in order", None, objects=True) as call:
                     call.all_objects(None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from functools import cache
 from math import inf
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, Final, NoReturn
 
 import pluggy
@@ -73,11 +73,25 @@ class PluginManager(pluggy.PluginManager):
         except (pluggy.PluginValidationError, ValueError) as error:
             raise _refusal(name, slot, origin, str(error)) from error
         self.layers[name] = LAYERS[slot]
+        self._refuse_unmarked(plugin, name, slot, origin)
         for caller in (self.get_hookcallers(plugin) or ()) if slot in ("tracker", "extension") else ():
             spec: Any = caller.spec and caller.spec.function.accel_spec  # type: ignore[attr-defined]
             if spec and (not spec.observer if slot == "tracker" else spec.kind == "owner"):
                 rule = "a tracker implements observers only, and an extension no owner hook"
                 raise _refusal(name, slot, origin, f"hook {caller.name}: {rule}")
+
+    def _refuse_unmarked(self, plugin: object, name: str, slot: str, origin: str) -> None:
+        """Refuse a method that has the name of a hook and no mark: nothing would ever call it."""
+        kind, implemented = type(plugin), {caller.name for caller in self.get_hookcallers(plugin) or ()}
+        for hook in vars(self.hook):
+            method = getattr(kind, hook, None)
+            if (
+                isinstance(method, FunctionType)
+                and not hasattr(method, _DELEGATES)
+                and hook not in implemented
+            ):
+                problem = f"method {hook} has the name of a hook, and is not marked as its implementation"
+                raise _refusal(name, slot, origin, f"{problem}\nwrite @implements(hooks.{hook}) above it")
 
     def check_package_hooks(self, origins: Mapping[str, str]) -> None:
         """Refuse implementations of hooks `PACKAGE.NAME` that the package does not declare.

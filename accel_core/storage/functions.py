@@ -212,7 +212,13 @@ def _state_of(state_dict: Mapping[str, Any], comm: Comm) -> State:
             for key, leaf in _leaves(path, value):
                 state.add((UNIT, key), leaf)
         else:
-            values["/".join(path)] = state.encode(value, "/".join(path))
+            name = "/".join(path)
+            if name in values:
+                raise CheckpointError(
+                    f"two values of the state have the key {name!r}\n"
+                    "keys are joined by '/', and numbers become text: rename one of them"
+                )
+            values[name] = state.encode(value, name)
     has_weights = any(key.startswith(f"{_MODEL}/") for _, key in state.leaves)
     unit = {"strategy": "none", "models": int(has_weights), "aliases": {}, "extra": {}}
     state.shared = {

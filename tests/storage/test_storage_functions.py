@@ -93,6 +93,12 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_is_changed(tmp_pat
     assert state["a"].tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("state", [{"a/b": 1, "a": {"b": 2}}, {1: 1, "1": 2}])
+def test_two_values_of_one_key_are_refused(tmp_path, state):
+    with pytest.raises(CheckpointError, match="two values of the state have the key"):
+        save(state, checkpoint_id=tmp_path / "ck")
+
+
 def test_verify_names_the_damaged_file(tmp_path):
     save({"a": torch.ones(2)}, checkpoint_id=tmp_path / "ck")
     (data,) = (tmp_path / "ck").glob("save-*/rank-00000.safetensors")

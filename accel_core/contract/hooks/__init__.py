@@ -17,7 +17,7 @@ Each hook has a kind:
 A package declares hooks of its own in a module that its card names as `hookspecs`. Other packages implement
 these by name, `@implements("CARD.HOOK")`. If the declaring package is not in the run, the method is never
 called; if it is, a hook that it does not have is an error. The package calls its hooks by
-`run.hooks["CARD.HOOK"](...)`.
+`run.hooks["CARD.HOOK"](...)`, with positional arguments.
 
 Layers, bottom to top: base (core's defaults) < device < precision < strategy < extension, by slot. Trackers
 implement observers only, extensions no owner hook.
