@@ -63,8 +63,8 @@ class PluginManager(pluggy.PluginManager):
         """Register a plugin, and validate its hooks.
 
         Raises:
-            PluginError: a hook or parameter is unknown, another plugin of the run has this name, or plugins
-                of this slot may not implement a hook.
+            PluginError: a hook or parameter is unknown, a method has the name of a hook and no mark, another
+                plugin of the run has this name, or plugins of this slot may not implement a hook.
         """
         _inherit_marks(type(plugin))  # type: ignore[arg-type]
         try:
@@ -73,25 +73,18 @@ class PluginManager(pluggy.PluginManager):
         except (pluggy.PluginValidationError, ValueError) as error:
             raise _refusal(name, slot, origin, str(error)) from error
         self.layers[name] = LAYERS[slot]
-        self._refuse_unmarked(plugin, name, slot, origin)
-        for caller in (self.get_hookcallers(plugin) or ()) if slot in ("tracker", "extension") else ():
+        callers = self.get_hookcallers(plugin) or ()
+        marked = {caller.name for caller in callers}
+        for hook in vars(self.hook):
+            method = getattr(type(plugin), hook, None)
+            if isinstance(method, FunctionType) and not hasattr(method, _DELEGATES) and hook not in marked:
+                unmarked = f"method {hook} has the name of a hook, and is not marked: nothing would call it"
+                raise _refusal(name, slot, origin, f"{unmarked}\nwrite @implements(hooks.{hook}) above it")
+        for caller in callers if slot in ("tracker", "extension") else ():
             spec: Any = caller.spec and caller.spec.function.accel_spec  # type: ignore[attr-defined]
             if spec and (not spec.observer if slot == "tracker" else spec.kind == "owner"):
                 rule = "a tracker implements observers only, and an extension no owner hook"
                 raise _refusal(name, slot, origin, f"hook {caller.name}: {rule}")
-
-    def _refuse_unmarked(self, plugin: object, name: str, slot: str, origin: str) -> None:
-        """Refuse a method that has the name of a hook and no mark: nothing would ever call it."""
-        kind, implemented = type(plugin), {caller.name for caller in self.get_hookcallers(plugin) or ()}
-        for hook in vars(self.hook):
-            method = getattr(kind, hook, None)
-            if (
-                isinstance(method, FunctionType)
-                and not hasattr(method, _DELEGATES)
-                and hook not in implemented
-            ):
-                problem = f"method {hook} has the name of a hook, and is not marked as its implementation"
-                raise _refusal(name, slot, origin, f"{problem}\nwrite @implements(hooks.{hook}) above it")
 
     def check_package_hooks(self, origins: Mapping[str, str]) -> None:
         """Refuse implementations of hooks `PACKAGE.NAME` that the package does not declare.
