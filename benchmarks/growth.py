@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from accel_core import Accelerator
-from accel_core.checkpoint.collect import without_collecting_garbage
+from accel_core.checkpoint.session import without_collecting_garbage
 from accel_core.storage.leaves import Box, Declared
 from accel_core.storage.plan import gather_groups, plan
 

@@ -137,7 +137,7 @@ def step_without_waits(device: str, precision: str) -> str:
 
 def batches_without_waits(device: str) -> str:
     """Check that batches of workers are pinned, and that nothing waits for their copies."""
-    from accel_core.distributed.nested import can_pin
+    from accel_core.storage.tensor_bytes import can_pin
 
     run = accelerator(device)
     if not can_pin(run.device):

@@ -7,6 +7,8 @@ import re
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
@@ -146,3 +148,24 @@ def test_a_circle_by_an_import_for_types_is_seen() -> None:
         ("house.above", 1, "house.below"),
         ("house.below", 2, "house.above"),
     ]
+
+
+def test_programs_of_this_repository_import_names_of_core_that_exist() -> None:
+    folders = [ROOT / name for name in ("benchmarks", "examples", "tools")]
+    imports = [
+        (file, node)
+        for folder in folders
+        for file in sorted(folder.rglob("*.py"))
+        for node in ast.walk(tree(file))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "accel_core"
+    ]
+    refuse(
+        (
+            f"{place(file, node.lineno)}: {node.module} has no {alias.name}"
+            for file, node in imports
+            for alias in node.names
+            if not hasattr(import_module(node.module or ""), alias.name)
+            and find_spec(f"{node.module}.{alias.name}") is None
+        ),
+        "a program imports a name of core that is gone",
+    )
