@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from functools import cache
 from math import inf
@@ -15,6 +16,8 @@ from accel_core.contract.arguments import did_you_mean
 from accel_core.contract.bound import Hooks
 from accel_core.contract.spec import PROJECT
 from accel_core.errors import PluginError
+
+logger = logging.getLogger(__name__)
 
 LAYERS: Final[Mapping[str, int]] = {
     "base": 0,
@@ -63,8 +66,8 @@ class PluginManager(pluggy.PluginManager):
         """Register a plugin, and validate its hooks.
 
         Raises:
-            PluginError: a hook or parameter is unknown, a method has the name of a hook and no mark, another
-                plugin of the run has this name, or plugins of this slot may not implement a hook.
+            PluginError: a hook or parameter is unknown, another plugin of the run has this name, or plugins
+                of this slot may not implement a hook.
         """
         _inherit_marks(type(plugin))  # type: ignore[arg-type]
         try:
@@ -78,8 +81,11 @@ class PluginManager(pluggy.PluginManager):
         for hook in vars(self.hook):
             method = getattr(type(plugin), hook, None)
             if isinstance(method, FunctionType) and not hasattr(method, _DELEGATES) and hook not in marked:
-                unmarked = f"method {hook} has the name of a hook, and is not marked: nothing would call it"
-                raise _refusal(name, slot, origin, f"{unmarked}\nwrite @implements(hooks.{hook}) above it")
+                logger.warning(
+                    "%s plugin %r (%s): method %s has the name of a hook, but no mark, and nothing calls it;"
+                    " write @implements(hooks.%s) above it, or give it another name",
+                    *(slot, name, origin, hook, hook),
+                )
         for caller in callers if slot in ("tracker", "extension") else ():
             spec: Any = caller.spec and caller.spec.function.accel_spec  # type: ignore[attr-defined]
             if spec and (not spec.observer if slot == "tracker" else spec.kind == "owner"):

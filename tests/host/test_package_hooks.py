@@ -34,17 +34,6 @@ def manager_with(*plugins):
     return manager
 
 
-def test_a_method_with_the_name_of_a_hook_and_no_mark_is_refused():
-    class Forgetful:
-        def after_step(self, unit, optimizer, applied):
-            pass
-
-    with pytest.raises(
-        PluginError, match=r"method after_step has the name of a hook.*\nwrite @implements\(hooks\.a"
-    ):
-        manager_with(Forgetful())
-
-
 def test_a_hook_of_a_package_is_called_by_its_name():
     manager = PluginManager()
     manager.add_package_specs("stable", SPECS)

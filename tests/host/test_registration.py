@@ -165,11 +165,13 @@ def test_an_unknown_hook_is_named():
     assert refusal(Misspelt).startswith("unknown hook 'backwards'")
 
 
-def test_a_method_without_a_mark_is_no_hook():
+def test_a_method_without_a_mark_is_no_hook_and_is_told_once(caplog):
     class Helper:
         def backward(self, anything, *goes): ...
 
     assert register(Helper).implementations("backward") == []
+    (said,) = caplog.messages
+    assert "method backward has the name of a hook, but no mark, and nothing calls it" in said
 
 
 def test_a_method_may_have_a_name_of_its_own():
