@@ -291,12 +291,14 @@ def test_a_causal_loss_that_would_shift_the_labels_of_a_part_is_refused(run_proc
         assert said.startswith("cp: LlamaForCausalLM is given labels without shift_labels")
 
 
+@pytest.mark.needs("accel-ddp")
 def test_a_loss_that_does_not_shift_takes_the_labels_of_a_part(run_processes):
     pytest.importorskip("transformers")
     said = run_processes(cp_problem.llama_that_shifts, "masked", world=2)
     assert not any("shift_labels" in (each or "") for each in said), said
 
 
+@pytest.mark.needs("accel-ddp")
 def test_positions_and_the_labels_after_a_piece_are_given(run_processes):
     ids = torch.arange(10, 18).view(1, 8)
     batch = {"input_ids": ids, "labels": ids, "id": 5}
