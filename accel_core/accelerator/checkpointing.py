@@ -125,7 +125,7 @@ class States:
             CheckpointError: as in `save_state`; at the first call also if nothing can be saved to
                 `output_dir`; or the ranks cannot agree when to stop, because a rank is gone.
         """
-        if not self.run.stop_signals.is_told(signals, lambda: self._refuse_saved_directory(output_dir)):
+        if not self.run.stop_signals.should_stop(signals, lambda: self._refuse_saved_directory(output_dir)):
             return False
         best = self.run.config.project.keep_best if output_dir is None else None
         # No metric was computed for this step, but save_state refuses a missing metric.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accel_core.distributed.collectives import average
 from accel_core.errors import ConfigError
-from accel_core.plugins.discovery import offering
+from accel_core.plugins.discovery import suggest_strategy
 from accel_core.training.accumulation import units_of
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class LocalSGD:
         if self.enabled and "local_sgd" not in self.unit.offers:
             raise ConfigError(
                 f"LocalSGD: ranks cannot step by themselves under strategy {self.unit.strategy!r}\n"
-                f"{offering('local_sgd')}; or pass enabled=False"
+                f"{suggest_strategy('local_sgd')}; or pass enabled=False"
             )
         if self.enabled and not run.config.data.even_batches:
             raise ConfigError(

@@ -22,7 +22,7 @@ from accel_core.contract.state import LeavesOnUse, OptimizerState, leaf_of
 from accel_core.contract.world import RandomStream
 from accel_core.distributed.nested import send_to_device
 from accel_core.errors import CheckpointError
-from accel_core.plugins.discovery import offering
+from accel_core.plugins.discovery import suggest_strategy
 from accel_core.storage.leaves import PLAIN_TYPES, parts_of, wraps
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ def _require_present(unit: Unit) -> None:
             if name := getattr(hook, "weight_away", None):
                 raise CheckpointError(
                     f"{name} of the {type(model).__name__} is loaded only while it is used, and strategy"
-                    f" {unit.strategy!r} would save it as empty\n{offering('streamed_weights')}"
+                    f" {unit.strategy!r} would save it as empty\n{suggest_strategy('streamed_weights')}"
                 )
 
 

@@ -43,7 +43,7 @@ def check(file: str | None, as_json: bool) -> None:
         from accel_core.launch.plan import Launch
 
         problems = resolved.unknown_plugins()
-        notes = [*resolved.notes, *Launch(resolved, discover()).doubts()]
+        notes = [*resolved.notes, *Launch(resolved, discover()).option_notes()]
     if as_json:
         print(json.dumps({"file": find_file(file), "problems": problems, "notes": notes}, indent=1))
     else:
@@ -59,7 +59,10 @@ def show(file: str | None, as_json: bool) -> None:
     from accel_core.launch.plan import Launch
 
     resolved = _load(file)
-    rows, notes = list(resolved.rows()), [*resolved.notes, *Launch(resolved, discover()).doubts()]
+    rows, notes = (
+        list(resolved.rows()),
+        [*resolved.notes, *Launch(resolved, discover()).option_notes()],
+    )
     if as_json:
         values = [{"path": path, "value": value, "origin": origin} for path, value, origin in rows]
         print(json.dumps({"file": resolved.file, "values": values, "notes": notes}, indent=1))

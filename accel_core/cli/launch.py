@@ -271,7 +271,7 @@ def _describe(planned: Launch, words: Sequence[str], again: Sequence[str], *, su
     say(planned.line(planned.config.launch.processes_per_node))
     say(f"each worker: {shlex.join((sys.executable, *words))}")
     say(*(f"  {path}: {origin}" for path, origin in sorted(planned.resolved.origins.items())))
-    say(*planned.doubts())
+    say(*planned.option_notes())
     hooks = planned.launcher()
     if hooks.implementations("preview"):
         processes = _asked(planned) if submits else planned.processes()

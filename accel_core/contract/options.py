@@ -189,9 +189,9 @@ def changed(config: object) -> dict[str, Any]:
 
 MASK: Final = "***"
 _WORDS: Final = "apikey|secret|password|passwd|passphrase|credentials"
-_DOORS: Final = "api|access|auth|bearer|private|secret|hub|hf|refresh|signing"
+_KEY_PREFIXES: Final = "api|access|auth|bearer|private|secret|hub|hf|refresh|signing"
 _SECRET: Final = re.compile(
-    rf"(.*[^a-z])?({_WORDS})|((.*[^a-z])?({_DOORS})[^a-z]+)?(key|token)", re.IGNORECASE
+    rf"(.*[^a-z])?({_WORDS})|((.*[^a-z])?({_KEY_PREFIXES})[^a-z]+)?(key|token)", re.IGNORECASE
 )
 _MAY_BE_SECRET: Final = re.compile(rf"(^|[^a-z])({_WORDS}|key|token)($|[^a-z])", re.IGNORECASE)
 _LOGIN: Final = re.compile(r"(?<=://)[^/@\s]+(?=@)")

@@ -23,7 +23,7 @@ from accel_core.distributed import process_group
 from accel_core.distributed.collectives import average
 from accel_core.distributed.nested import recursively_apply
 from accel_core.errors import AccelError, ConfigError
-from accel_core.plugins.discovery import offering
+from accel_core.plugins.discovery import suggest_strategy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,7 +106,8 @@ class Base(BaseState):
             raise AccelError(
                 f"prepare: {empty} of the {type(model).__name__} is on the meta device and has no values\n"
                 f"fill it before: model.to_empty(device={str(device)!r}), then load or reset its weights;"
-                f" or, for weights that are loaded only while they are used, {offering('streamed_weights')}"
+                " or, for weights that are loaded only while they are used,"
+                f" {suggest_strategy('streamed_weights')}"
             )
         hooked = [module for module in model.modules() if module._forward_pre_hooks]
         if places := next(filter(None, map(_placing_hook, hooked)), None):
@@ -114,7 +115,7 @@ class Base(BaseState):
             raise AccelError(
                 f"prepare: {places} places the weights of the {type(model).__name__}, {first} first, and"
                 f" strategy {unit.strategy!r} would move them to {device}\n"
-                f"{offering('streamed_weights')}; or leave it where it is: device_placement=[False]"
+                f"{suggest_strategy('streamed_weights')}; or leave it where it is: device_placement=[False]"
             )
         return model.to(device)
 
@@ -232,7 +233,7 @@ class Base(BaseState):
             return nullcontext()
         raise ConfigError(
             f"strategy {units[0].strategy!r} cannot train where ranks run out of batches at different times\n"
-            f"leave even_batches=True; {offering('join')}"
+            f"leave even_batches=True; {suggest_strategy('join')}"
         )
 
     @implements(hooks.average_parameters)

@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from accel_core.contract.arguments import quoted
 from accel_core.contract.run import current
 from accel_core.distributed.exchange import CollectiveCall, collective_call
-from accel_core.distributed.gradients import carrying
+from accel_core.distributed.gradients import with_gradient
 from accel_core.distributed.nested import leaves, rebuild, recursively_apply, slice_tensors
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def gather(tensor: Any, *, gradients: bool = False, run: Run | None = None) -> A
     """
     run = run or current()
     gathered, inputs = _gather(tensor, run, "gather")
-    return carrying("gather", gathered, inputs, partial(_own_parts, run) if gradients else None)
+    return with_gradient("gather", gathered, inputs, partial(_own_parts, run) if gradients else None)
 
 
 def _gather(tensor: Any, run: Run, operation: str, at: str = "") -> tuple[Any, Sequence[Tensor]]:
@@ -243,7 +243,7 @@ def _reduce(
         ]
         reduced = rebuild(tensor, results if scale == 1.0 else [result * scale for result in results])
     again = partial(_reduce, run=run, dim=dim, reduction=reduction, scale=scale, gradients=True)
-    return carrying("reduce", reduced, call.passed, again if gradients else None)
+    return with_gradient("reduce", reduced, call.passed, again if gradients else None)
 
 
 def pad_across_processes(

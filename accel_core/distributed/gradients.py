@@ -19,7 +19,7 @@ Backward = Callable[[Sequence[Tensor]], Iterable[Tensor]]
 """Gradients of results -> gradients of inputs. Collective, and differentiable."""
 
 
-def carrying(operation: str, result: Any, inputs: Sequence[Tensor], backward: Backward | None) -> Any:
+def with_gradient(operation: str, result: Any, inputs: Sequence[Tensor], backward: Backward | None) -> Any:
     """Return a collective's result with the gradient of its inputs.
 
     Without `backward` the result carries no gradient; if an input requires one, a warning says so once.

@@ -114,7 +114,7 @@ class Launch:
         file = f"config {self.resolved.file}" if self.resolved.file else "no config file"
         return f"accel {'.'.join(__version__.split('.')[:2])}: {', '.join([count, *stack, file])}"
 
-    def doubts(self) -> Iterator[str]:
+    def option_notes(self) -> Iterator[str]:
         """Yield a note on each option that has no effect, unless the script chooses more plugins."""
         named = self.config.plugin_names()
         answers = (record.name for _, slot, name in named for record in self.discovery.answering(slot, name))

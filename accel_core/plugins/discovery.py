@@ -194,7 +194,7 @@ class Discovery:
         return [(card, record) for card, record in usable if record.name not in shadowed]
 
 
-def offering(word: str) -> str:
+def suggest_strategy(word: str) -> str:
     """Return the remedy that names the usable strategies with a capability word."""
     usable = [record for record in discover().of("strategy") if record.status == "available"]
     able = [record.name for record in usable if record.card and word in record.card.offers]

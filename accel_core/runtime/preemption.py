@@ -45,7 +45,7 @@ class StopSignals:
         self._preemption: Preemption | None = None
         self._is_stopping = False
 
-    def is_told(self, signals: Sequence[int], check: Callable[[], None]) -> bool:
+    def should_stop(self, signals: Sequence[int], check: Callable[[], None]) -> bool:
         """Return whether all ranks stop now, because a rank was told to stop.
 
         Call it on all ranks after each step. The first call begins to watch for these signals, unless `check`
@@ -61,7 +61,7 @@ class StopSignals:
         self._is_stopping = all(unit.window.boundary for unit in self._run.units) and self._preemption.due()
         return self._is_stopping
 
-    def hear(self) -> None:
+    def restore_default_handlers(self) -> None:
         """Let signals end the process again, except during a save that a signal caused: signals repeat."""
         if self._preemption is not None and not self._is_stopping:
             self._preemption.end()

@@ -269,7 +269,7 @@ class Run:
         """
         if self.ended:
             return
-        self.stop_signals.hear()
+        self.stop_signals.restore_default_handlers()
         finished = self.trackers.names if self.trackers.has_finished else ()
         observers = [each for each in self.hooks.implementations("run_ended") if each.plugin not in finished]
         with ExitStack() as closing:  # makes all calls, the last one first, even if some raise

@@ -229,7 +229,7 @@ def clip_value(unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> 
 
 def _check_whole(unit: Unit, parameters: Iterable[nn.Parameter], norm_type: float = 2) -> None:
     """Raise AccelError for norms other than the 2-norm, or if the optimizers train further parameters."""
-    from accel_core.plugins.discovery import offering
+    from accel_core.plugins.discovery import suggest_strategy
 
     if norm_type != 2:
         cause = f"by the 2-norm, not by norm_type={norm_type}"
@@ -239,18 +239,18 @@ def _check_whole(unit: Unit, parameters: Iterable[nn.Parameter], norm_type: floa
         return
     raise AccelError(
         f"strategy {unit.strategy!r} clips {cause}\n"
-        f"pass model.parameters() and no norm_type; or {offering('partial_clips')}"
+        f"pass model.parameters() and no norm_type; or {suggest_strategy('partial_clips')}"
     )
 
 
 def check_closure(unit: Unit) -> None:
     """Raise AccelError if the strategy takes no closure or the window has several micro-batches."""
     if "closures" not in unit.offers:
-        from accel_core.plugins.discovery import offering
+        from accel_core.plugins.discovery import suggest_strategy
 
         raise AccelError(
             f"optimizer.step(closure): strategy {unit.strategy!r} does not take a closure\n"
-            f"use an optimizer that needs none; or {offering('closures')}"
+            f"use an optimizer that needs none; or {suggest_strategy('closures')}"
         )
     if unit.window.size > 1 and not (unit.window.boundary and unit.run.accumulation is None):
         raise AccelError(
