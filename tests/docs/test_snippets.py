@@ -11,7 +11,7 @@ import pytest
 from shell import Shell, play
 from snippets import ROOT, blocks, documents
 
-OURS = "accel-core accel-ddp accel-cuda accel-tensorboard"
+OURS = "accel-core accel-ddp accel-cuda accel-trackers tensorboard"
 
 needs_everything = pytest.mark.skipif(
     not all(find_spec(name.replace("-", "_")) for name in OURS.split()),

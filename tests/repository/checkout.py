@@ -21,7 +21,7 @@ def packages() -> dict[str, list[Path]]:
     """Each package of this repository, by the name that one imports -> its modules."""
     folders = [ROOT / "accel_core", *sorted(ROOT.glob("*/*/src/accel_*"))]
     found = {folder.name: sorted(folder.rglob("*.py")) for folder in folders}
-    assert {"accel_core", "accel_ddp", "accel_tensorboard"} <= found.keys()
+    assert {"accel_core", "accel_ddp", "accel_trackers"} <= found.keys()
     return found
 
 

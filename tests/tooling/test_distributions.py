@@ -33,7 +33,6 @@ PLUGINS = {
     "accel-megatron": {"megatron"},
     "accel-torchao": {"fp8-torchao"},
     "accel-transformer-engine": {"fp8-te"},
-    "accel-tensorboard": {"tensorboard"},
     "accel-trackers": {
         "aim",
         "clearml",
@@ -42,6 +41,7 @@ PLUGINS = {
         "mlflow",
         "neptune",
         "swanlab",
+        "tensorboard",
         "trackio",
         "wandb",
     },

@@ -10,7 +10,7 @@ __all__ = ["XLA", "XLA_DP", "XLA_SPMD"]
 XLA = Card(
     name="xla",
     slot="device",
-    summary="What torch_xla drives: TPUs, Neuron cores, XLA's own CPU device.",
+    summary="TPUs and Neuron cores by torch_xla 2.9, the vendor's last; for newer torch see torch_tpu.",
     api_version="1.0",
     # Its CPU device is there wherever torch_xla is; `auto` must not prefer that to anything.
     priority=100 if hardware() else None,

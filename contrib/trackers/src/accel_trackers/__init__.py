@@ -1,4 +1,4 @@
-"""Experiment trackers of nine libraries: plugins of accel-core.
+"""Experiment trackers of ten libraries: plugins of accel-core.
 
 Importing this package imports neither torch, nor a library, nor its own modules (PEP 562).
 """
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         TrackioConfig,
         WandbConfig,
     )
+    from accel_trackers.tensorboard import TensorBoardTracker
     from accel_trackers.tracker import LibraryTracker
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "NeptuneConfig",
     "SwanLab",
     "SwanLabConfig",
+    "TensorBoardTracker",
     "Trackio",
     "TrackioConfig",
     "Wandb",
@@ -54,11 +56,11 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-_TRACKER: Final = "LibraryTracker"
+_MODULES: Final = {"LibraryTracker": "tracker", "TensorBoardTracker": "tensorboard"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'accel_trackers' has no attribute {name!r}", name=name)
     module = "options" if name.endswith("Config") else f"libraries.{name.lower()}"
-    return getattr(import_module(f"accel_trackers.{'tracker' if name == _TRACKER else module}"), name)
+    return getattr(import_module(f"accel_trackers.{_MODULES.get(name, module)}"), name)

@@ -7,7 +7,18 @@ from importlib.util import find_spec
 
 from accel_core import Card
 
-__all__ = ["AIM", "CLEARML", "COMET", "DVCLIVE", "MLFLOW", "NEPTUNE", "SWANLAB", "TRACKIO", "WANDB"]
+__all__ = [
+    "AIM",
+    "CLEARML",
+    "COMET",
+    "DVCLIVE",
+    "MLFLOW",
+    "NEPTUNE",
+    "SWANLAB",
+    "TENSORBOARD",
+    "TRACKIO",
+    "WANDB",
+]
 
 
 def _missing(module: str, extra: str) -> str | None:
@@ -36,5 +47,13 @@ DVCLIVE = _card("dvclive", "dvclive", "DVCLiveConfig", "DVCLive, in files that D
 MLFLOW = _card("mlflow", "mlflow", "MLflowConfig", "MLflow, on a tracking server or in a local store.")
 NEPTUNE = _card("neptune", "neptune", "NeptuneConfig", "Neptune 2.x.")
 SWANLAB = _card("swanlab", "swanlab", "SwanLabConfig", "SwanLab.")
+TENSORBOARD = Card(
+    name="tensorboard",
+    slot="tracker",
+    summary="Event files that TensorBoard shows.",
+    api_version="1.0",
+    probe=partial(_missing, "tensorboard", "tensorboard"),
+    implementation="accel_trackers.tensorboard:TensorBoardTracker",
+)
 TRACKIO = _card("trackio", "trackio", "TrackioConfig", "Trackio, in a local database or a Space.")
 WANDB = _card("wandb", "wandb", "WandbConfig", "Weights & Biases.")

@@ -1,6 +1,6 @@
 """TensorBoard's tracker as Accelerate has it.
 
-Its files differ from those of accel-tensorboard.
+Its files differ from the files of accel-trackers.
 """
 
 from __future__ import annotations
