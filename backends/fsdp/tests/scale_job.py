@@ -15,8 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accel_core import Mesh, World, arrange
 from accel_fsdp import FullyShardedDataParallelPlugin
-from accel_fsdp.dims import declared
-from accel_fsdp.fsdp2 import Sharded
+from accel_fsdp.sharding.dims import declared
+from accel_fsdp.sharding.fsdp2 import Sharded
 
 SHAPES = {"7B": (4096, 11008, 32, 32), "70B": (8192, 28672, 80, 8)}
 """width, inner width, layers, heads of keys and values (of 128)"""

@@ -18,7 +18,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 
 from accel_core import AccelError
 from accel_fsdp import FullyShardedDataParallelPlugin
-from accel_fsdp.wrapping import groups
+from accel_fsdp.sharding.wrapping import groups
 
 VERSIONS = (1, 2)
 PLAN = {"tokens": "free_full_weight", "blocks.*": "free_full_weight", "norm": "keep_full_weight"}

@@ -29,10 +29,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel_core import Accelerator, AccelError, ConfigError, DataLoaderConfiguration, LocalSGD
 from accel_fsdp import FullyShardedDataParallelPlugin
 from accel_fsdp.checks import STRATEGIES
-from accel_fsdp.fsdp2 import Sharded
-from accel_fsdp.tensor_config import TorchTensorParallelPlugin
-from accel_fsdp.tensor_parallel import TensorParallel
-from accel_fsdp.wrapping import groups
+from accel_fsdp.sharding.fsdp2 import Sharded
+from accel_fsdp.sharding.wrapping import groups
+from accel_fsdp.tensor.config import TorchTensorParallelPlugin
+from accel_fsdp.tensor.extension import TensorParallel
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"fsdp_version": 3}, "expected one of 1, 2, got 3"),

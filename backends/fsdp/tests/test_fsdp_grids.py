@@ -9,7 +9,7 @@ import grid_job
 import pytest
 import torch
 
-from accel_fsdp import tensor_parallel
+from accel_fsdp.tensor import extension as tensor_parallel
 
 PLAN = grid_job.GPT_PLAN
 TIED = {**PLAN, "embedding": "rowwise", "output": "colwise_rep"}

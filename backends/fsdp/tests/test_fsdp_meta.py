@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from accel_core import AccelError
-from accel_fsdp import meta
+from accel_fsdp.sharding import meta
 
 VERSIONS = (1, 2)
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from accel_core import Accelerator, AccelError, ConfigError
 from accel_fsdp import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
-from accel_fsdp.norms import Layout, clip_norm
+from accel_fsdp.sharding.norms import Layout, clip_norm
 
 VERSIONS = (1, 2)
 SGD = torch.optim.SGD

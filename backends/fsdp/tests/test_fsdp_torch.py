@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from accel_core import Accelerator
 from accel_fsdp import FullyShardedDataParallelPlugin
-from accel_fsdp.experts import Spread
+from accel_fsdp.experts.stacks import Spread
 
 NAMES = {
     "torch.distributed.fsdp.wrap:CustomPolicy": ["_run_policy"],
@@ -140,7 +140,7 @@ def reads_of_a_layer() -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", lambda out, given, group: out.copy_(given))
         patch.setattr(
-            "accel_fsdp.experts.all_to_all_single_autograd", lambda tensor, out, given, group: tensor
+            "accel_fsdp.experts.stacks.all_to_all_single_autograd", lambda tensor, out, given, group: tensor
         )
         for forbidden in ("bincount", "item"):
             patch.setattr(torch.Tensor, forbidden, None)

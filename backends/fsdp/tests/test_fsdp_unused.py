@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from accel_core import Accelerator, AccelError, ConfigError
 from accel_fsdp import FullyShardedDataParallelPlugin
-from accel_fsdp.accumulated import sharded_parameters
+from accel_fsdp.sharding.accumulated import sharded_parameters
 
 Used = Sequence[Sequence[int]]
 """Of each step: which heads rank 0 uses, and which rank 1."""
@@ -378,7 +378,7 @@ def test_gradients_that_were_not_cleared_stay_and_dropped_ones_do_not_count(run_
 
 
 def test_an_older_torch_is_named_at_prepare(monkeypatch) -> None:
-    monkeypatch.setattr("accel_fsdp.fsdp2.HAS_ZEROS", False)
+    monkeypatch.setattr("accel_fsdp.sharding.fsdp2.HAS_ZEROS", False)
     with pytest.raises(ConfigError, match=r"fsdp.find_unused_parameters needs torch 2.13"):
         started(Heads(), "SGD", True, **FINDS)
 

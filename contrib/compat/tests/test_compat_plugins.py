@@ -175,7 +175,8 @@ from torch.distributed.fsdp import FSDPModule
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
 heard = []
-logging.getLogger("accel_fsdp.base").addFilter(lambda record: heard.append(record.getMessage()) or True)
+logger = logging.getLogger("accel_fsdp.sharding.base")
+logger.addFilter(lambda record: heard.append(record.getMessage()) or True)
 plugin = FullyShardedDataParallelPlugin(fsdp_version=2, WRITTEN)
 accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
 model = accelerator.prepare(nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(3))))

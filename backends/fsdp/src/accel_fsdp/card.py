@@ -48,6 +48,6 @@ TENSOR_PARALLEL = Card(
     summary="Layers are split over processes that read the same data.",
     api_version="1.0",
     needs={"collectives.torch", "process_per_device", "dtensors"},
-    config="accel_fsdp.tensor_config:TorchTensorParallelPlugin",
-    implementation="accel_fsdp.tensor_parallel:TensorParallel",
+    config="accel_fsdp.tensor.config:TorchTensorParallelPlugin",
+    implementation="accel_fsdp.tensor.extension:TensorParallel",
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accel_fsdp.base import FullyShardedDataParallel
 from accel_fsdp.config import FullyShardedDataParallelPlugin
+from accel_fsdp.sharding.base import FullyShardedDataParallel
 
 if TYPE_CHECKING:
     from accel_core import Run
@@ -17,17 +17,17 @@ def strategy(config: FullyShardedDataParallelPlugin | None, run: Run) -> FullySh
     """Return the implementation of the version that the config asks for."""
     config = config or FullyShardedDataParallelPlugin()
     if config.fsdp_version == 1:
-        from accel_fsdp.fsdp1 import Flat
+        from accel_fsdp.fsdp1.strategy import Flat
 
         return Flat(config, run)
     if config.pp_size != 1 and run.world.size > 1:
-        from accel_fsdp.pipeline import Pipelined
+        from accel_fsdp.pipeline.strategy import Pipelined
 
         return Pipelined(config, run)
     if any(extension.name == "tensor-parallel" for extension in run.stack.extensions):
-        from accel_fsdp.split import Split
+        from accel_fsdp.tensor.split import Split
 
         return Split(config, run)
-    from accel_fsdp.fsdp2 import Sharded
+    from accel_fsdp.sharding.fsdp2 import Sharded
 
     return Sharded(config, run)

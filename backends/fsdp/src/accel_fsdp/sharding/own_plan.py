@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from accel_core import AccelError
-from accel_fsdp.stages import forward_of
+from accel_fsdp.pipeline.stages import forward_of
 
 __all__ = ["of_classes", "own_blocks", "refuse_members_alone", "repeated_classes"]
 

@@ -16,16 +16,16 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrateg
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  as everybody calls it
 
 from accel_core import CheckpointError, ConfigError, before_step, hooks, implements
-from accel_fsdp.base import (
+from accel_fsdp.fsdp1.flat_vectors import is_elsewhere, modules_of, parameters_of, parts_of
+from accel_fsdp.fsdp1.wrapper import Wrapper, follow_forwards
+from accel_fsdp.sharding.base import (
     FullyShardedDataParallel,
     evaluate_outside_inference_mode,
     reshard_after_evaluation,
 )
-from accel_fsdp.flat_vectors import is_elsewhere, modules_of, parameters_of, parts_of
-from accel_fsdp.norms import Layout, clip_norm, is_double
-from accel_fsdp.precision import mixed_precision
-from accel_fsdp.wrapper import Wrapper, follow_forwards
-from accel_fsdp.wrapping import groups, ignored, replace
+from accel_fsdp.sharding.norms import Layout, clip_norm, is_double
+from accel_fsdp.sharding.precision import mixed_precision
+from accel_fsdp.sharding.wrapping import groups, ignored, replace
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_core import Leaf, OptimizerState, Unit
-    from accel_fsdp.flat_vectors import Part
+    from accel_fsdp.fsdp1.flat_vectors import Part
 
 __all__ = ["Flat"]
 

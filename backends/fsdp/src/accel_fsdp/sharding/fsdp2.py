@@ -19,24 +19,24 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from accel_core import AccelError, ConfigError, before_step, hooks, implements
-from accel_fsdp.accumulated import clear, clear_with, sharded_parameters
-from accel_fsdp.agreement import compare_gradients
-from accel_fsdp.base import (
+from accel_fsdp.experts.stacks import Spread, split, spread
+from accel_fsdp.pipeline.stages import absent
+from accel_fsdp.sharding.accumulated import clear, clear_with, sharded_parameters
+from accel_fsdp.sharding.agreement import compare_gradients
+from accel_fsdp.sharding.base import (
     FullyShardedDataParallel,
     evaluate_outside_inference_mode,
     reshard_after_evaluation,
 )
-from accel_fsdp.dims import sharding, stages
-from accel_fsdp.experts import Spread, split, spread
-from accel_fsdp.gathering import whole, whole_by_block
-from accel_fsdp.kinds import step_by_kind
-from accel_fsdp.norms import Layout, clip_norm, clip_value
-from accel_fsdp.parameters import guard_conversions, replace_parameter
-from accel_fsdp.plain_state import part_of, take_plain_state, take_plain_weights
-from accel_fsdp.precision import mixed_precision
-from accel_fsdp.stages import absent
-from accel_fsdp.unused import HAS_ZEROS, Use, check_use
-from accel_fsdp.wrapping import groups, ignored
+from accel_fsdp.sharding.dims import sharding, stages
+from accel_fsdp.sharding.gathering import whole, whole_by_block
+from accel_fsdp.sharding.kinds import step_by_kind
+from accel_fsdp.sharding.norms import Layout, clip_norm, clip_value
+from accel_fsdp.sharding.parameters import guard_conversions, replace_parameter
+from accel_fsdp.sharding.plain_state import part_of, take_plain_state, take_plain_weights
+from accel_fsdp.sharding.precision import mixed_precision
+from accel_fsdp.sharding.unused import HAS_ZEROS, Use, check_use
+from accel_fsdp.sharding.wrapping import groups, ignored
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from accel_core import Leaf, OptimizerState, Run, Unit
     from accel_fsdp.config import FullyShardedDataParallelPlugin
-    from accel_fsdp.wrapping import Group
+    from accel_fsdp.sharding.wrapping import Group
 
 __all__ = ["Sharded", "refuse_second_order", "reshard"]
 

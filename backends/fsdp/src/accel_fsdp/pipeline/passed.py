@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from accel_core import AccelError
 
 if TYPE_CHECKING:
-    from accel_fsdp.draws import Draws
+    from accel_fsdp.pipeline.draws import Draws
 
 __all__ = ["Passed", "Running", "received_by", "refusal", "unpassable"]
 

@@ -18,15 +18,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
 from accel_core import hooks, implements
-from accel_fsdp import alone, dims, meta
+from accel_fsdp import alone
 from accel_fsdp.carriers import refused_carrier
 from accel_fsdp.config import FullyShardedDataParallelPlugin
-from accel_fsdp.optimizers import refused
-from accel_fsdp.own_plan import refuse_members_alone
-from accel_fsdp.parameters import with_hooks
-from accel_fsdp.report import described, one_group
-from accel_fsdp.stages import is_cut
-from accel_fsdp.wrapping import checkpointed, ignored, is_own_plan
+from accel_fsdp.pipeline.stages import is_cut
+from accel_fsdp.sharding import dims, meta
+from accel_fsdp.sharding.optimizers import refused
+from accel_fsdp.sharding.own_plan import refuse_members_alone
+from accel_fsdp.sharding.parameters import with_hooks
+from accel_fsdp.sharding.report import described, one_group
+from accel_fsdp.sharding.wrapping import checkpointed, ignored, is_own_plan
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_core import MeshDim, Run, RunConfig, Unit, World
-    from accel_fsdp.wrapping import Group
+    from accel_fsdp.sharding.wrapping import Group
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ class FullyShardedDataParallel:
         if self.run.config.mixed_precision != "fp16":
             scaler: GradScaler | None = self.below.grad_scaler(unit)
             return scaler
-        from accel_fsdp.loss_scale import loss_scaler_of  # late: only fp16 needs it
+        from accel_fsdp.sharding.loss_scale import loss_scaler_of  # late: only fp16 needs it
 
         return loss_scaler_of(self.run)
 

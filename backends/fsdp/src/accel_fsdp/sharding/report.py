@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from accel_fsdp.own_plan import repeated_classes
-from accel_fsdp.wrapping import chosen_blocks
+from accel_fsdp.sharding.own_plan import repeated_classes
+from accel_fsdp.sharding.wrapping import chosen_blocks
 
 if TYPE_CHECKING:
     from torch import nn
 
     from accel_fsdp.config import FullyShardedDataParallelPlugin
-    from accel_fsdp.wrapping import Group
+    from accel_fsdp.sharding.wrapping import Group
 
 __all__ = ["described", "one_group", "weight_bytes"]
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from accel_fsdp.config import FullyShardedDataParallelPlugin
-    from accel_fsdp.wrapping import Group
+    from accel_fsdp.sharding.wrapping import Group
 
 __all__ = ["init_context", "materialize"]
 

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from accel_core import AccelError, before_step
-from accel_fsdp.dims import replica_names
+from accel_fsdp.sharding.dims import replica_names
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

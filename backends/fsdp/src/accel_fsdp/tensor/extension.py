@@ -17,10 +17,10 @@ from torch.distributed.tensor.parallel import SequenceParallel, loss_parallel, p
 from torch.utils._pytree import tree_map_only
 
 from accel_core import AccelError, MeshDim, hooks, implements
-from accel_fsdp.agreement import refuse_whole_inputs
 from accel_fsdp.carriers import refused_carrier
-from accel_fsdp.plans import plan_of
-from accel_fsdp.tensor_config import TorchTensorParallelPlugin
+from accel_fsdp.sharding.agreement import refuse_whole_inputs
+from accel_fsdp.tensor.config import TorchTensorParallelPlugin
+from accel_fsdp.tensor.plans import plan_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

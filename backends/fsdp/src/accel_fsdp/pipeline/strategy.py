@@ -15,18 +15,18 @@ from attrs import evolve
 from torch import Tensor, nn
 
 from accel_core import AccelError, ConfigError, OptimizerState, StepOutput, hooks, implements
-from accel_fsdp.fsdp2 import Sharded, reshard
-from accel_fsdp.gathering import whole
-from accel_fsdp.schedules import Pipe
-from accel_fsdp.stages import note_hooks_of_plugins
-from accel_fsdp.wrapping import blocks, chosen_blocks, ignored, refuse_unfit
+from accel_fsdp.pipeline.schedules import Pipe
+from accel_fsdp.pipeline.stages import note_hooks_of_plugins
+from accel_fsdp.sharding.fsdp2 import Sharded, reshard
+from accel_fsdp.sharding.gathering import whole
+from accel_fsdp.sharding.wrapping import blocks, chosen_blocks, ignored, refuse_unfit
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_core import Leaf, Run, Unit
     from accel_fsdp.config import FullyShardedDataParallelPlugin
-    from accel_fsdp.schedules import ForwardLoss
+    from accel_fsdp.pipeline.schedules import ForwardLoss
 
 __all__ = ["Pipelined"]
 

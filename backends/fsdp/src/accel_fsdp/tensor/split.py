@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from accel_core import hooks, implements
-from accel_fsdp.fsdp2 import Sharded, refuse_second_order
+from accel_fsdp.sharding.fsdp2 import Sharded, refuse_second_order
 
 if TYPE_CHECKING:
     from torch import nn

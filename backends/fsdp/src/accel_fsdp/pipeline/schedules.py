@@ -22,12 +22,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from accel_core import AccelError, ConfigError, StepOutput
-from accel_fsdp.draws import Draws
-from accel_fsdp.norms import is_double
-from accel_fsdp.reduction import Reduction
-from accel_fsdp.report import weight_bytes
-from accel_fsdp.stages import Left, cut, points_of
-from accel_fsdp.ties import Ties
+from accel_fsdp.pipeline.draws import Draws
+from accel_fsdp.pipeline.reduction import Reduction
+from accel_fsdp.pipeline.stages import Left, cut, points_of
+from accel_fsdp.pipeline.ties import Ties
+from accel_fsdp.sharding.norms import is_double
+from accel_fsdp.sharding.report import weight_bytes
 
 if TYPE_CHECKING:
     from accel_core import Leaf, Unit

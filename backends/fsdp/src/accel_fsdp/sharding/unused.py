@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from accel_core import AccelError
-from accel_fsdp.accumulated import parameters_of
-from accel_fsdp.agreement import before_update
+from accel_fsdp.sharding.accumulated import parameters_of
+from accel_fsdp.sharding.agreement import before_update
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

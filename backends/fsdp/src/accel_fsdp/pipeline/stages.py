@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from accel_core import AccelError, ConfigError
 from accel_fsdp.naming import become
-from accel_fsdp.passed import Passed, Running, received_by, refusal, unpassable
+from accel_fsdp.pipeline.passed import Passed, Running, received_by, refusal, unpassable
 
 __all__ = ["Left", "absent", "cut", "forward_of", "is_cut", "note_hooks_of_plugins", "points_of"]
 

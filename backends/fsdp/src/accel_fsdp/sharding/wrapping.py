@@ -17,10 +17,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp import wrap
 
 from accel_core import ConfigError
-from accel_fsdp.experts import Spread
+from accel_fsdp.experts.stacks import Spread
 from accel_fsdp.naming import did_you_mean
-from accel_fsdp.own_plan import of_classes, own_blocks
-from accel_fsdp.stages import absent
+from accel_fsdp.pipeline.stages import absent
+from accel_fsdp.sharding.own_plan import of_classes, own_blocks
 
 if TYPE_CHECKING:
     from accel_fsdp.config import FullyShardedDataParallelPlugin

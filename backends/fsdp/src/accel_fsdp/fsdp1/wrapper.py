@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  as everybody calls it
 
-from accel_fsdp.flat_vectors import name_parameters
+from accel_fsdp.fsdp1.flat_vectors import name_parameters
 
 __all__ = ["Wrapper", "follow_forwards"]
 

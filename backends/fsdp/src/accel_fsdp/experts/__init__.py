@@ -1,0 +1,1 @@
+"""Expert parallelism: stacks of experts spread over ranks."""

@@ -1,0 +1,1 @@
+"""fsdp_version 1: torch's FullyShardedDataParallel."""
