@@ -62,9 +62,13 @@ _PUBLIC: Final = {
     "storage.ranks": "StoreMailbox",
     "storage.tensors": "Checkpoint Stored",
     "storage.write": "Outline write_checkpoint",
+    "training.granularity": "optimizer_like requires_closure step_granularity",
+    "training.joint_state": "JointState unplaceable_state",
+    "training.own_group": "join_process_group leave_process_group",
     "training.plan": "kind_of",
     "training.prior_state": "has_state",
     "training.proxies": "PreparedOptimizer PreparedScheduler",
+    "training.step_hooks": "step_with_hooks",
     "training.unwrap": "unwrap_model",
 }
 """Module -> its public names. `tools/reference.py` writes `__init__.pyi` from them, for type checkers."""

@@ -111,8 +111,16 @@ from accel_core.storage.tensors import Checkpoint as Checkpoint
 from accel_core.storage.tensors import Stored as Stored
 from accel_core.storage.write import Outline as Outline
 from accel_core.storage.write import write_checkpoint as write_checkpoint
+from accel_core.training.granularity import optimizer_like as optimizer_like
+from accel_core.training.granularity import requires_closure as requires_closure
+from accel_core.training.granularity import step_granularity as step_granularity
+from accel_core.training.joint_state import JointState as JointState
+from accel_core.training.joint_state import unplaceable_state as unplaceable_state
+from accel_core.training.own_group import join_process_group as join_process_group
+from accel_core.training.own_group import leave_process_group as leave_process_group
 from accel_core.training.plan import kind_of as kind_of
 from accel_core.training.prior_state import has_state as has_state
 from accel_core.training.proxies import PreparedOptimizer as PreparedOptimizer
 from accel_core.training.proxies import PreparedScheduler as PreparedScheduler
+from accel_core.training.step_hooks import step_with_hooks as step_with_hooks
 from accel_core.training.unwrap import unwrap_model as unwrap_model

@@ -19,20 +19,50 @@ from accel_deepspeed.strategy import DeepSpeed
 pytestmark = pytest.mark.full
 
 
+class Rated(torch.optim.SGD):
+    """A rate for each tensor, by its norm: the rule of LAMB and LARS, in a class that no list can know."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.sub_(group["lr"] * each.norm() * each.grad)
+
+
+class Camera(torch.optim.SGD):
+    """Steps single elements, though its name contains that of CAME, which needs rows and columns."""
+
+
 def refused(stage: int, kind: str) -> str:
     ours = accelerator(DeepSpeedPlugin(zero_stage=stage))
     model = nn.Linear(4, 4, bias=False)
-    optimizer = getattr(torch.optim, kind)(model.parameters())
+    optimizer = (Rated if kind == "Rated" else getattr(torch.optim, kind))(model.parameters())
     with pytest.raises(ConfigError) as caught:
         ours.prepare(model, optimizer)
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("stage", "kind"), [(0, "LBFGS"), (2, "LBFGS"), (1, "Adafactor"), (3, "Muon")])
+@pytest.mark.parametrize(
+    ("stage", "kind"), [(0, "LBFGS"), (2, "LBFGS"), (1, "Adafactor"), (3, "Muon"), (2, "Rated")]
+)
 def test_an_optimizer_that_needs_whole_parameters_is_refused(stage: int, kind: str, run_processes) -> None:
     (found,) = run_processes(refused, stage, kind, world=1)
     assert found.startswith(f"{kind} ")
     assert "such as AdamW, or strategy ddp" in found.splitlines()[-1]
+
+
+def served(kind: str) -> bool:
+    ours = accelerator(DeepSpeedPlugin(zero_stage=2))
+    model = nn.Linear(4, 4)
+    ours.prepare(
+        model, (Camera if kind == "Camera" else getattr(torch.optim, kind))(model.parameters(), lr=0.1)
+    )
+    return True
+
+
+@pytest.mark.parametrize("kind", ["Camera", "RMSprop"])
+def test_an_optimizer_that_steps_single_elements_is_served(kind: str, run_processes) -> None:
+    assert run_processes(served, kind, world=1) == [True]
 
 
 def convolution() -> nn.Sequential:

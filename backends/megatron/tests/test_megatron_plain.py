@@ -77,6 +77,63 @@ def test_zero_grad_of_the_model_clears_gradients(clear: str, run_processes) -> N
         assert found == pytest.approx(wanted, abs=1e-6)
 
 
+class SignDescent(torch.optim.Optimizer):
+    """Another library's optimizer, which counts its steps in the group."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+            for each in group["params"]:
+                each.sub_(group["lr"] / group["count"] * each.grad.sign())
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "Adagrad": torch.optim.Adagrad,
+    "AdamW with amsgrad": partial(torch.optim.AdamW, amsgrad=True),
+    "RMSprop": partial(torch.optim.RMSprop, momentum=0.9),
+    "SignDescent": SignDescent,
+}
+
+
+def stepped_by(strategy: str, name: str, folder: str) -> tuple[list[float], list[float], Any]:
+    """Weights after four steps, of which two follow a load; learning rates; a count in the group."""
+    for half in range(2):
+        ours = accelerator(strategy=strategy)
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = OPTIMIZERS[name](model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        model, optimizer, schedule = ours.prepare(model, optimizer, schedule)
+        if half:
+            ours.load_state(folder)
+        for number in range(2 * half, 2 * half + 2):
+            ours.backward(model(torch.full((2, 3), float(number + 1))).square().mean())
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        if not half:
+            ours.save_state(folder)
+            ours.end_training()
+    weights = [float(each) for name in ("weight", "bias") for each in whole(ours, model)[name].flatten()]
+    return weights, schedule.get_last_lr(), optimizer.param_groups[0].get("count")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.by_default("RMSprop", "SignDescent")
+def test_an_optimizer_that_megatron_core_lacks_steps_as_in_one_process(
+    name: str, run_processes, tmp_path: Path
+) -> None:
+    (wanted,) = run_processes(stepped_by, "single", name, str(tmp_path / "single"), world=1)
+    for weights, rates, count in run_processes(stepped_by, "megatron", name, str(tmp_path / "megatron")):
+        assert weights == pytest.approx(wanted[0], abs=1e-6)
+        assert rates == wanted[1]
+        assert count == wanted[2]
+
+
 @pytest.mark.full
 def test_gradients_of_a_step_that_are_not_cleared_are_refused(run_processes) -> None:
     """megatron-core would reduce what is reduced already, and add it to itself."""

@@ -14,9 +14,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
-from accel_core import ConfigError
+from accel_core import ConfigError, join_process_group, leave_process_group
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -59,10 +58,7 @@ def deepspeed_for(run: Run, user: object) -> Any:
             f" {kind}\n"
             f"unset DS_ACCELERATOR, or set it to {kind}, before anything imports deepspeed"
         )
-    if not dist.is_initialized():  # it needs a group even where there is nobody else
-        backend = ",".join(f"{device}:{name}" for device, name in run.communication_backends.items())
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        _alone.append(True)
+    join_process_group(run, user)
     _users.add(id(user))
     return deepspeed
 
@@ -111,8 +107,6 @@ _users: set[int] = set()
 """Ids of plugins that make engines; DeepSpeed's globals go with the last."""
 _before: dict[str, str | None] = {}
 """Environment variables that were set for DeepSpeed -> what they were."""
-_alone: list[bool] = []
-"""Not empty while the process group is one that was made here."""
 
 
 def _tell(name: str, value: str) -> None:
@@ -157,17 +151,17 @@ def leave(user: object) -> None:
     The last one takes along what DeepSpeed keeps of process groups.
     """
     _users.discard(id(user))
-    if _users:
-        return
-    _restore()
-    if "deepspeed" not in sys.modules:
-        return
+    if not _users:
+        _restore()
+        if "deepspeed" in sys.modules:
+            _forget_groups()
+    leave_process_group(user)
+
+
+def _forget_groups() -> None:
     from deepspeed.comm import comm
     from deepspeed.utils import groups
 
     groups._release_process_group_references()
     comm.cdb = None
     gc.collect()  # engines are full of cycles that hold groups
-    if _alone and dist.is_initialized():
-        dist.destroy_process_group()
-    _alone.clear()

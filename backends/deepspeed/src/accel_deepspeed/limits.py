@@ -46,13 +46,12 @@ def refused_settings(config: DeepSpeedPlugin, run: Run) -> Iterator[str]:
         yield f"offload_optimizer_device is {offload}, which Gaudi's lazy mode cannot\nset hpu.lazy: false"
 
 
-def refused_optimizers(optimizers: Sequence[Optimizer], stage: int, *, flat: bool) -> Iterator[str]:
-    """Reasons against optimizers, in this ZeRO stage.
-
-    flat: parameters are laid end to end.
-    """
+def refused_optimizers(
+    optimizers: Sequence[Optimizer], device: torch.device, stage: int, *, flat: bool
+) -> Iterator[str]:
+    """Yield reasons against optimizers in this ZeRO stage. flat: parameters are laid end to end."""
     for optimizer in optimizers:
-        if reason := unserved(optimizer, flat=flat):
+        if reason := unserved(optimizer, device, flat=flat):
             yield reason
         if any(not group["params"] and "initial_lr" in group for group in optimizer.param_groups):
             yield (

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -17,12 +17,14 @@ from torch import Tensor
 from accel_core import (
     CheckpointError,
     Entry,
+    JointState,
     Leaf,
     OptimizerState,
     full_leaf,
     hooks,
     implements,
     refuse_own_state,
+    unplaceable_state,
 )
 from accel_deepspeed.experts import elsewhere
 from accel_deepspeed.optimizer_shards import Fragment, fragments, live_part, nowhere, unstepped
@@ -120,7 +122,8 @@ class EngineState:
         """Reasons: state that flat tensors cannot hold, or that differs inside one."""
         reasons = [*_foreign(_base(unit), template, plain)]
         for _, parts in _by_flat(unit):
-            reasons += _disagreements(_known(parts, template))
+            if disagreement := JointState.of([part.name for part in parts], template).disagreement():
+                reasons.append(f"{disagreement} by DeepSpeed; give each a param_group of its own")
         return reasons
 
     @implements(hooks.materialize_optimizer_state)
@@ -141,19 +144,19 @@ class EngineState:
         self._leave_out(unit, template)
         new: list[str] = []
         for flat, parts in _by_flat(unit):
-            had, known = base.state.pop(flat, {}), _known(parts, template)
-            fresh = [part for part in parts if known and part.name not in known]
-            new += [each.name for each in fresh]
-            for key, tensor in next(iter(known.values()), {}).items():
+            had, joint = base.state.pop(flat, {}), JointState.of([part.name for part in parts], template)
+            new += joint.new
+            for key, tensor in joint.wanted.items():
                 if tensor.kind == "scalar":
                     base.state[flat][key] = 0
-                    scalars.update({f"{name}/{key}": torch.zeros(()) for name in known})
+                    scalars.update({f"{name}/{key}": torch.zeros(()) for name in joint.known})
                     continue
                 dtype = getattr(torch, tensor.dtype)
                 fits = key in had and had[key].dtype == dtype
                 base.state[flat][key] = had[key] if fits else torch.zeros_like(flat.detach(), dtype=dtype)
-                for each in fresh:
-                    each.cut(base.state[flat][key]).zero_()
+                for part in parts:
+                    if part.name in joint.new:
+                        part.cut(base.state[flat][key]).zero_()
         if new:
             logger.warning(
                 "deepspeed: the checkpoint has no optimizer state of %s; DeepSpeed steps parameters together,"
@@ -279,11 +282,7 @@ def _hyperparameters(base: Any, group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _foreign(base: Any, template: Template, plain: Mapping[str, Any]) -> Iterator[str]:
-    odd = [f"{name}/{key}" for name, values in plain.items() for key in values]
-    kinds = ("like_param", "scalar")
-    odd += [
-        f"{n}/{k}" for n, values in template.items() for k, each in values.items() if each.kind not in kinds
-    ]
+    odd = unplaceable_state(template, plain)
     if type(base).__name__ in _ADAM:
         flags = [key for key in ("amsgrad", "maximize") if any(group.get(key) for group in base.param_groups)]
         odd += [f"{key}=True" for key in flags]
@@ -292,29 +291,6 @@ def _foreign(base: Any, template: Template, plain: Mapping[str, Any]) -> Iterato
             f"{type(base).__name__} over flat tensors has no place for {', '.join(odd[:10])};"
             " resume with the optimizer that saved it"
         )
-
-
-def _known(parts: Sequence[Fragment], template: Template) -> dict[str, Mapping[str, TensorTemplate]]:
-    """Wanted state of a flat tensor's parameters, of those the checkpoint knows."""
-    return {part.name: wanted for part in parts if (wanted := template.get(part.name))}
-
-
-def _disagreements(known: Template) -> Iterator[str]:
-    """Parameters that would be stepped as one need the same state and numbers."""
-    for (first, wanted), (name, other) in pairwise(known.items()):
-        if {k: t.dtype for k, t in other.items()} != {k: t.dtype for k, t in wanted.items()}:
-            yield (
-                f"{first} has {sorted(wanted)}, {name} {sorted(other)}, and DeepSpeed steps them as one;"
-                " give each a param_group of its own"
-            )
-            return
-        for key, tensor in other.items():
-            if tensor.kind == "scalar" and (one := wanted[key].number()) != (two := tensor.number()):
-                yield (
-                    f"{key} of {first} is {one:g}, of {name} {two:g}, and DeepSpeed steps them as one;"
-                    " give each a param_group of its own"
-                )
-                return
 
 
 def _number(base: Any, part: Fragment, value: float) -> Tensor | int:

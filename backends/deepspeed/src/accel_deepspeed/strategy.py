@@ -84,7 +84,7 @@ class DeepSpeed(SharedSequences, EngineState):
             )
         is_half = self.run.config.mixed_precision != "no"
         flat = self.config.stage > 0 or is_half
-        reasons += refused_optimizers(optimizers, self.config.stage, flat=flat)
+        reasons += refused_optimizers(optimizers, self.run.device, self.config.stage, flat=flat)
         for model in models:
             reasons += refused_model(model, self.config.stage, is_half=is_half)
         return reasons

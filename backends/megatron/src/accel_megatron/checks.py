@@ -73,10 +73,12 @@ def of_model(config: MegatronLMPlugin, model: nn.Module, *, is_half: bool) -> It
         yield unserved
 
 
-def of_optimizers(config: MegatronLMPlugin, optimizers: Sequence[Optimizer]) -> Iterator[str]:
+def of_optimizers(
+    config: MegatronLMPlugin, optimizers: Sequence[Optimizer], device: torch.device
+) -> Iterator[str]:
     """Reasons why megatron-core cannot step in place of these optimizers."""
     for optimizer in optimizers:
-        if reason := stepping.why_unsupported(optimizer, config):
+        if reason := stepping.why_unsupported(optimizer, config, device):
             yield reason
         if has_state(optimizer):
             yield (

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from attrs import asdict, frozen
-from torch._C._distributed_c10d import HashStore
 
-from accel_core import ConfigError
+from accel_core import ConfigError, join_process_group, leave_process_group
 
 if TYPE_CHECKING:
     from accel_core import Run
@@ -51,8 +50,6 @@ class Layout:
 
 _users: dict[int, tuple[Layout, str]] = {}
 """Identity of a plugin with models -> its layout, and the run that it is of."""
-_alone: list[bool] = []
-"""Not empty while the process group is one that was made here."""
 
 
 def enter(run: Run, user: object, layout: Layout) -> None:
@@ -73,6 +70,7 @@ def enter(run: Run, user: object, layout: Layout) -> None:
     warnings.filterwarnings("default", r".*CUDA_DEVICE_MAX_CONNECTIONS", module=r"megatron\.core\.")
     renamed = r"`torch\.distributed\.\w+` is deprecated"
     warnings.filterwarnings("ignore", renamed, FutureWarning)
+    join_process_group(run, user)
     if not _users:
         with quiet():
             _initialize(run, layout)
@@ -83,11 +81,6 @@ def _initialize(run: Run, layout: Layout) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    if not dist.is_initialized():  # it needs a group even where there is nobody else
-        backends = run.communication_backends.items()
-        backend = ",".join(f"{device}:{name}" for device, name in backends)
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        _alone.append(True)
     parallel_state.initialize_model_parallel(
         layout.tp,
         layout.pp,
@@ -111,15 +104,12 @@ def own_streams(device: torch.device) -> Iterator[None]:
 
 def leave(user: object) -> None:
     """Forget a user without a model; the last one takes the groups along."""
-    if _users.pop(id(user), None) is None or _users:
-        return
-    from megatron.core import parallel_state
+    if _users.pop(id(user), None) is not None and not _users:
+        from megatron.core import parallel_state
 
-    if dist.is_initialized():
-        parallel_state.destroy_model_parallel()
-        if _alone:
-            dist.destroy_process_group()
-    _alone.clear()
+        if dist.is_initialized():
+            parallel_state.destroy_model_parallel()
+    leave_process_group(user)
 
 
 def unusable() -> str | None:

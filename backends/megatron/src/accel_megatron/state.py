@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from accel_core import (
     AccelError,
     Entry,
+    JointState,
     Leaf,
     OptimizerState,
     RandomStream,
@@ -23,6 +23,7 @@ from accel_core import (
     hooks,
     implements,
     refuse_own_state,
+    unplaceable_state,
 )
 from accel_megatron.building import first_ranks
 from accel_megatron.shard_map import boxes
@@ -44,7 +45,6 @@ __all__ = ["MegatronState"]
 logger = logging.getLogger(__name__)
 
 Template = Mapping[str, Mapping[str, "TensorTemplate"]]
-Known = dict[str, Mapping[str, "TensorTemplate"]]
 Scalars = dict[tuple[Tensor, str], dict[str, Tensor]]
 """(what is stepped, key) -> canonical name -> a number that is loaded for it."""
 _STREAM = "megatron:"
@@ -117,33 +117,21 @@ class MegatronState:
         self, unit: Unit, optimizer: Optimizer, template: Template, plain: Mapping[str, Mapping[str, Any]]
     ) -> Sequence[str]:
         """Reasons: state megatron-core cannot hold, or that differs in one tensor."""
-        reasons = [
-            f"megatron-core's optimizer cannot keep {', '.join(kept)} of {name}"
-            for name, kept in plain.items()
-            if kept
-        ]
-        reasons += [
-            f"{key} of {name} is {tensor.kind}, which is not kept here; resume with what saved it"
-            for name, tensors in template.items()
-            for key, tensor in tensors.items()
-            if tensor.kind not in ("like_param", "scalar")
-        ]
-        groups: dict[int, Known] = {}
+        odd = unplaceable_state(template, plain)
+        place = f"megatron-core's optimizer has no place for {', '.join(odd[:10])}; resume with its strategy"
+        by_group: dict[int, list[str]] = {}
+        found = [place] if odd else []
         for stepped in self.steppers[unit].stepped():
-            known = self._known(unit, stepped, template)
-            reasons += _disagreements(known, None)
+            names = self._names_of(unit, stepped)
+            found.append(JointState.of(names, template).disagreement() or "")
             if stepped.counts_by_group:
-                groups.setdefault(id(stepped.group), {}).update(known)
-        for known in groups.values():
-            reasons += _disagreements(known, ("step",))
-        return list(dict.fromkeys(reasons))
+                by_group.setdefault(id(stepped.group), []).extend(names)
+        of_groups = [JointState.of(names, template) for names in by_group.values()]
+        found += [joint.disagreement(keys=("step",)) or "" for joint in of_groups]
+        return list(dict.fromkeys(filter(None, found)))
 
-    def _known(
-        self, unit: Unit, each: Stepped, template: Template
-    ) -> dict[str, Mapping[str, TensorTemplate]]:
-        """Wanted state of a tensor's weights, of those the checkpoint knows."""
-        names = _names(unit, self.engines[unit].chunks.shard_map[each.parameter])
-        return {name: wanted for name in names if (wanted := template.get(name))}
+    def _names_of(self, unit: Unit, stepped: Stepped) -> list[str]:
+        return _names(unit, self.engines[unit].chunks.shard_map[stepped.parameter])
 
     @implements(hooks.materialize_optimizer_state)
     def materialize_optimizer_state(
@@ -160,19 +148,17 @@ class MegatronState:
         }
         new: list[str] = []
         for stepped in self.steppers[unit].stepped():
-            known, state = self._known(unit, stepped, template), stepped.optimizer.state[stepped.key]
-            wanted = next(iter(known.values()), {})
-            names = _names(unit, self.engines[unit].chunks.shard_map[stepped.parameter])
-            fresh = [name for name in names if known and name not in known]
-            new += fresh
+            state = stepped.optimizer.state[stepped.key]
+            joint = JointState.of(self._names_of(unit, stepped), template)
+            new += joint.new
             # State that the checkpoint lacks was this run's own.
-            for key in [key for key in state if key not in wanted]:
+            for key in [key for key in state if key not in joint.wanted]:
                 del state[key]
-            for key, tensor in wanted.items():
+            for key, tensor in joint.wanted.items():
                 if tensor.kind == "scalar":
-                    loading[stepped.key, key] = {name: torch.zeros(()) for name in known}
+                    loading[stepped.key, key] = {name: torch.zeros(()) for name in joint.known}
                     (stepped.group if stepped.counts_by_group and key == "step" else state).setdefault(key, 0)
-                elif fresh or getattr(state.get(key), "shape", None) != stepped.key.shape:
+                elif joint.new or getattr(state.get(key), "shape", None) != stepped.key.shape:
                     state[key] = torch.zeros_like(stepped.key.detach(), dtype=getattr(torch, tensor.dtype))
         kept = {name: each for name, each in unit.named_parameters().items() if name in template}
         if frozen := [name for name, each in kept.items() if not each.requires_grad]:
@@ -305,21 +291,6 @@ def _is_number(value: Any, each: Stepped) -> bool:
 
 def _number(value: Any) -> Tensor:
     return value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
-
-
-def _disagreements(known: Template, keys: Sequence[str] | None) -> Iterator[str]:
-    """Weights that would be stepped as one need the same state and numbers.
-
-    Keys: of these only.
-    """
-    for (first, wanted), (name, other) in pairwise(known.items()):
-        if keys is None and {k: t.dtype for k, t in other.items()} != {k: t.dtype for k, t in wanted.items()}:
-            yield f"{first} has {sorted(wanted)}, {name} {sorted(other)}, and they are stepped as one"
-            return
-        for key in other.keys() & wanted.keys() & set(other if keys is None else keys):
-            if other[key].kind == "scalar" and (one := wanted[key].number()) != (two := other[key].number()):
-                yield f"{key} of {first} is {one:g}, of {name} {two:g}, and they are stepped as one"
-                return
 
 
 def _set_step(group: dict[str, Any], value: float) -> None:

@@ -14,9 +14,15 @@ __all__ = ["Stepped"]
 
 @define(eq=False)
 class Stepped:
-    """A parameter's elements that this rank steps: from `begin` on, flattened.
+    """The range of a flattened parameter that this rank steps.
 
-    key: the tensor that the optimizer keeps state under. group: the key's, of that optimizer.
+    Attributes:
+        parameter: the parameter of a chunk.
+        key: the tensor that the optimizer steps, and keeps its state under.
+        begin: the first element of the parameter that this rank steps.
+        optimizer: the optimizer inside megatron-core's.
+        group: the optimizer's group that has the key.
+        counts_by_group: True if `step` is in the group, as with optimizers of transformer-engine and apex.
     """
 
     parameter: nn.Parameter
@@ -24,22 +30,15 @@ class Stepped:
     begin: int
     optimizer: Any
     group: dict[str, Any]
+    counts_by_group: bool
 
     @property
     def elements(self) -> Tensor:
-        """One dimension.
-
-        A view of the live storage, the float32 master where there is one.
-        """
+        """The elements, as a flat view of the stepped tensor: of the float32 master, if there is one."""
         return self.key.detach().view(-1)
 
     @property
     def state(self) -> dict[str, Any]:
-        """Of the key, possibly none yet."""
+        """The state of the key; empty before the first step."""
         found: dict[str, Any] = self.optimizer.state.get(self.key, {})
         return found
-
-    @property
-    def counts_by_group(self) -> bool:
-        """True if `step` is kept per group, as transformer-engine's and apex's do."""
-        return not type(self.optimizer).__module__.startswith("torch.optim")

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from accel_core import AccelError, ConfigError
+from accel_core import AccelError, ConfigError, optimizer_like, step_granularity, step_with_hooks
 from accel_megatron import settings
 from accel_megatron.library import quiet
 from accel_megatron.stepped import Stepped
@@ -42,22 +42,36 @@ _LOADED: Final = (
 )
 
 
-def why_unsupported(optimizer: Optimizer, plugin: MegatronLMPlugin) -> str | None:
-    """Why megatron-core has no such optimizer, if it has none."""
+def why_unsupported(optimizer: Optimizer, plugin: MegatronLMPlugin, device: torch.device) -> str | None:
+    """Return why megatron-core cannot step with the optimizer; None if it can."""
     name = type(optimizer).__name__
-    if type(optimizer) not in _KINDS:
+    if step_granularity(optimizer, device) != "element":
         return (
-            f"{name} is none of {', '.join(kind.__name__ for kind in _KINDS)}, which megatron-core has\n"
-            "prepare one of those"
+            f"{name} needs whole weights, or fails on small tensors, and megatron-core splits weights and"
+            " joins some of them into one tensor\n"
+            "use an optimizer that steps each element by itself, such as AdamW, or strategy ddp; if this"
+            f" {name} does, set its attribute: optimizer.elementwise = True"
         )
-    if plugin.use_distributed_optimizer and not isinstance(optimizer, torch.optim.AdamW):
+    if plugin.use_distributed_optimizer and not (
+        type(optimizer) is torch.optim.AdamW and _has_own(optimizer)
+    ):
         return (
-            f"megatron-core's distributed optimizer is AdamW, and a {name} is prepared\n"
+            f"megatron-core's distributed optimizer is AdamW without amsgrad and maximize, and a {name} is"
+            " prepared\n"
             "prepare torch.optim.AdamW, or leave use_distributed_optimizer out"
         )
-    if any(group.get("amsgrad") or group.get("maximize") for group in optimizer.param_groups):
-        return f"{name} with amsgrad or maximize has no equal in megatron-core\nleave them out"
+    if plugin.other_megatron_args.get("optimizer_cpu_offload") and not _has_own(optimizer):
+        return (
+            f"megatron-core offloads AdamW, Adam and SGD, and a {name} is prepared\n"
+            "prepare torch.optim.AdamW, or leave optimizer_cpu_offload out"
+        )
     return None
+
+
+def _has_own(optimizer: Optimizer) -> bool:
+    """Return whether megatron-core has an optimizer that computes the same, and faster."""
+    unlike = any(group.get("amsgrad") or group.get("maximize") for group in optimizer.param_groups)
+    return type(optimizer) in _KINDS and not unlike
 
 
 class Stepper:
@@ -97,23 +111,30 @@ class Stepper:
 
             kind, first = type(self.user_optimizer), _hyperparameters(self.user_optimizer.param_groups[0])
             config = OptimizerConfig(
-                optimizer=_KINDS[kind],
+                optimizer=_KINDS.get(kind, "sgd"),
                 decoupled_weight_decay=kind is torch.optim.AdamW,
-                lr=first["lr"],
-                weight_decay=first["weight_decay"],
+                lr=first.get("lr"),
+                weight_decay=first.get("weight_decay", 0.0),
                 **settings.optimizer_settings(run, plugin),
             )
             # One group per group of the user's, so that each step can follow its rates.
             overrides = {
                 ParamKey(predicate=ParamPredicate(f"group{number}", _of_group(groups, number))): {
                     _GROUP: number,
-                    "wd_mult": 0.0 if group["weight_decay"] == 0 else 1.0,
-                    "lr_mult": float(group["lr"]) / first["lr"] if first["lr"] else 1.0,
+                    "wd_mult": 0.0 if group.get("weight_decay", 0) == 0 else 1.0,
+                    "lr_mult": float(group["lr"]) / first["lr"] if first.get("lr") else 1.0,
                     **_hyperparameters(group),
                 }
                 for number, group in enumerate(self.user_optimizer.param_groups)
             }
             self.inner = get_megatron_optimizer(config, self.chunks.run, overrides)
+        if not _has_own(self.user_optimizer):
+            for each in self.inner_optimizers():
+                groups = [
+                    {**group, **self.user_optimizer.param_groups[group[_GROUP]], "params": group["params"]}
+                    for group in each.optimizer.param_groups
+                ]
+                each.optimizer = optimizer_like(self.user_optimizer, groups)
         if plugin.other_megatron_args.get("loss_scale") or config.fp16:
             self.chunks.config.grad_scale_func = self.inner.scale_loss
 
@@ -147,18 +168,20 @@ class Stepper:
 
     def step(self) -> bool:
         """Step; return False if scaled gradients were not finite. Collective."""
-        finite, optimizer = self.prepare(), self.user_optimizer
+        finite = self.prepare()
         if finite:
             if self.clipping and not self.clipped:
                 self.clip(self.clipping)
-            for hook in [*optimizer._optimizer_step_pre_hooks.values()]:
-                hook(optimizer, (optimizer,), {})
-            self.follow()
-            self.inner.step_with_ready_grads()
-            for hook in [*optimizer._optimizer_step_post_hooks.values()]:
-                hook(optimizer, (optimizer,), {})
-        self.user_optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether their optimizer has stepped
+            step_with_hooks(self.user_optimizer, self._compute)
         return finite
+
+    def _compute(self) -> None:
+        self.follow()
+        self.inner.step_with_ready_grads()
+        if not _has_own(self.user_optimizer):  # some rules count steps in the groups
+            for group in self.inner.param_groups:
+                mine = self.user_optimizer.param_groups[group[_GROUP]]
+                mine |= {key: group[key] for key in mine if key != "params"}
 
     def clip(self, max_norm: float) -> float:
         """Clip the gradients to this norm; return the norm before. Collective.
@@ -210,11 +233,20 @@ class Stepper:
             groups = {
                 id(key): group for group in inner_optimizer.optimizer.param_groups for key in group["params"]
             }
+            is_torchs = type(inner_optimizer.optimizer).__module__.startswith("torch.optim")
+            by_group = _has_own(self.user_optimizer) and not is_torchs
             for parameter, key in _pairs(inner_optimizer):
                 begin = 0
                 if hasattr(inner_optimizer, "gbuf_ranges"):
                     begin = inner_optimizer._get_model_param_range_map(parameter)["param"].start
-                yield Stepped(parameter, key, begin, inner_optimizer.optimizer, groups[id(key)])
+                yield Stepped(
+                    parameter,
+                    key,
+                    begin,
+                    inner_optimizer.optimizer,
+                    groups[id(key)],
+                    counts_by_group=by_group,
+                )
 
     def refresh(self) -> None:
         """Have forward compute with what the optimizer steps. Collective."""

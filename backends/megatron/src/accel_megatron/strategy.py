@@ -99,7 +99,7 @@ class Megatron(MegatronState):
         if len(unit.models) + len(models) > 1:
             return ["megatron-core has one model per unit\nprepare each model with an optimizer of its own"]
         is_half = self.run.config.mixed_precision != "no"
-        reasons = list(of_optimizers(self.config, optimizers))
+        reasons = list(of_optimizers(self.config, optimizers, self.run.device))
         for model in models:
             reasons += of_model(self.config, model, is_half=is_half)
             reasons += float8.of_model(self.run, model)

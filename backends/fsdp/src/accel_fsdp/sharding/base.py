@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
-from accel_core import hooks, implements
-from accel_fsdp import alone
+from accel_core import hooks, implements, join_process_group, leave_process_group
 from accel_fsdp.carriers import refused_carrier
 from accel_fsdp.config import FullyShardedDataParallelPlugin
 from accel_fsdp.pipeline.stages import is_cut
@@ -78,7 +77,7 @@ class FullyShardedDataParallel:
         if self._mesh is None and unit.mesh is not None:
             self._mesh, self._replica_groups = dims.sharding(unit.mesh), dims.replica_groups(unit.mesh)
         elif self._mesh is None:
-            alone.join(self.run)
+            join_process_group(self.run, self.run)
             self._mesh = init_device_mesh(self.run.device.type, (1,), mesh_dim_names=("dp_shard",))
 
     @implements(hooks.refuse_unit)
@@ -102,6 +101,7 @@ class FullyShardedDataParallel:
                 self.config.fsdp_version,
                 {p: name for model in [*unit.models, *models] for name, p in model.named_parameters()},
                 shards=dims.shards(unit.mesh),
+                device=self.run.device,
                 cuts=self.run.world.size > 1 and self.config.strategy != "NO_SHARD",
                 stages=self.config.pp_size != 1,
             ),
@@ -139,7 +139,7 @@ class FullyShardedDataParallel:
     def release(self, unit: Unit) -> None:
         if self._mesh is not None:
             self._mesh = None
-            alone.leave(self.run)
+            leave_process_group(self.run)
 
     @implements(hooks.describe)
     def describe(self, unit: Unit) -> Sequence[str]:

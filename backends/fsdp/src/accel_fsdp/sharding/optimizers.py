@@ -1,28 +1,19 @@
-"""Checks that an optimizer computes the same with parts of weights.
-
-An optimizer says so by an attribute, `elementwise`; else its class is known by name.
-"""
+"""Checks that an optimizer computes the same with the parts of weights that a rank has."""
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
+from accel_core import requires_closure, step_granularity
+
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from torch.optim import Optimizer
 
 __all__ = ["refused"]
 
-OF_A_MODEL: Final = re.compile(r"(?i).*(lbfgs|prodigy|dadapt).*|sam|adaptivesam")
-"""Optimizers that compute one number from all parameters, such as a norm."""
-OF_A_TENSOR: Final = re.compile(
-    r"(?i).*(adafactor|muon|shampoo|galore|novograd|k_?fac|psgd).*"
-    r"|(fused|nv|distributed)?(lamb|lars|larc)(v\d)?|soap|came|kron|sm3|adam_?mini|apollo|scion|dion"
-)
-"""Optimizers that compute with whole weights: norms, rows, columns, matrices."""
 NOT_FOR_DTENSORS: Final = {"Adafactor": "take AdamW, or strategy ddp", "Rprop": "set fsdp.fsdp_version: 1"}
 """Optimizers with operations that torch lacks for DTensors -> remedy."""
 
@@ -32,19 +23,24 @@ def refused(
     version: int,
     names: Mapping[Tensor, str],
     *,
+    device: torch.device,
     shards: int,
     cuts: bool,
     stages: bool,
 ) -> Iterator[str]:
-    """Reasons against each optimizer, each with its remedy.
+    """Yield a reason and its remedy for each optimizer that would step wrongly, or fail.
 
-    names: of weights. shards: the ranks over which a weight is sharded by its rows. cuts: several ranks share
-    a weight. stages: ranks have weights that others lack.
+    Args:
+        optimizers: the optimizers of a unit.
+        version: `fsdp_version`.
+        names: parameter -> name.
+        device: the device that the optimizers will step on.
+        shards: the ranks over which a weight is sharded by its rows.
+        cuts: several ranks share a weight.
+        stages: ranks have weights that other ranks lack.
     """
     for optimizer in optimizers:
         name = type(optimizer).__name__
-        if getattr(optimizer, "elementwise", False):
-            continue
         if version == 2 and (advice := _first(optimizer, NOT_FOR_DTENSORS)):
             yield f"{name} does not work on parameters of fsdp_version 2\n{advice}"
         elif version == 2 and (few := _with_few_rows(optimizer, shards)):
@@ -56,24 +52,37 @@ def refused(
                 + "\ngive it to another optimizer, such as AdamW, as is usual for the last layer; or choose"
                 " strategy ddp"
             )
-        elif (cuts or stages) and (_needs_closure(optimizer) or _is(optimizer, OF_A_MODEL)):
-            if version == 1 or stages or _needs_closure(optimizer):
-                yield (
-                    f"{name} computes with all weights of a model at once, of which each rank has a part\n"
-                    "take an optimizer that treats each element by itself, such as AdamW, or strategy ddp; if"
-                    f" this {name} does, set its attribute: optimizer.elementwise = True"
-                )
-        elif version == 1 and cuts and _is(optimizer, OF_A_TENSOR):
-            other = "" if _first(optimizer, NOT_FOR_DTENSORS) else "set fsdp.fsdp_version: 2, or "
+        elif (cuts or stages) and requires_closure(optimizer):
             yield (
-                f"{name} computes with whole weights, of which fsdp_version 1 gives each rank a flat piece\n"
-                f"{other}take strategy ddp; if this {name} treats each element by itself, set its attribute:"
-                " optimizer.elementwise = True"
+                f"{name} evaluates the loss several times per step, and computes with all weights of a model,"
+                " of which each rank has a part\n"
+                "take an optimizer that treats each element by itself, such as AdamW, or strategy ddp"
             )
+        else:
+            yield from _with_parts(optimizer, device, flat=version == 1 and cuts, stages=stages)
 
 
-def _is(optimizer: Optimizer, names: re.Pattern[str]) -> bool:
-    return any(names.fullmatch(kind.__name__) for kind in type(optimizer).__mro__)
+def _with_parts(optimizer: Optimizer, device: torch.device, *, flat: bool, stages: bool) -> Iterator[str]:
+    """Yield a reason against an optimizer that needs more than a rank has.
+
+    A rank has flat pieces of weights (flat), or only the weights of a pipeline stage (stages). Version 2
+    without stages has neither: DTensors compute norms and products of whole weights.
+    """
+    granularity = step_granularity(optimizer, device) if flat or stages else "element"
+    if granularity == "element" or (granularity == "tensor" and not flat):
+        return
+    name = type(optimizer).__name__
+    needs, has = (
+        ("whole weights", "fsdp_version 1 gives each rank a flat piece")
+        if granularity == "tensor"
+        else ("all weights of a model at once, or fails on small tensors", "each rank has a part")
+    )
+    other = "set fsdp.fsdp_version: 2, or " if flat and not _first(optimizer, NOT_FOR_DTENSORS) else ""
+    yield (
+        f"{name} computes with {needs}, of which {has}\n"
+        f"{other}take an optimizer that treats each element by itself, such as AdamW, or strategy ddp; if"
+        f" this {name} does, set its attribute: optimizer.elementwise = True"
+    )
 
 
 def _first(optimizer: Optimizer, advice: dict[str, str]) -> str | None:
@@ -85,8 +94,3 @@ def _with_few_rows(optimizer: Optimizer, shards: int) -> list[Tensor]:
     if not any(kind.__name__ == "Muon" for kind in type(optimizer).__mro__):
         return []
     return [p for group in optimizer.param_groups for p in group["params"] if len(p) < shards]
-
-
-def _needs_closure(optimizer: Optimizer) -> bool:
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
