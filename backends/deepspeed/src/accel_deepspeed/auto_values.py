@@ -28,7 +28,7 @@ def complete(config: DeepSpeedPlugin, unit: Unit, loaders: Sequence[Any]) -> dic
     """
     made, run = config.deepspeed_config, unit.run
     if not any(isinstance(optimizer, DummyOptim) for optimizer in unit.optimizers):
-        made.pop("optimizer", None)  # refused below where another one was given: nobody trains by it
+        made.pop("optimizer", None)  # refused below if another optimizer is prepared: no model trains by it
     for name in ("fp16", "bf16"):
         made.setdefault(name, {}).setdefault("enabled", settings.AUTO)
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
@@ -148,7 +148,7 @@ def _of_objects(asked: Mapping[str, Any], unit: Unit) -> Iterator[str]:
 
 
 def _scale(fp16: dict[str, Any], scaler: GradScalerKwargs) -> list[str]:
-    """Section grad_scaler in DeepSpeed's words, where its JSON says nothing."""
+    """Section grad_scaler in DeepSpeed's words, for keys that its JSON leaves out."""
     given = scaler.to_kwargs()
     power = math.log2(given.pop("init_scale", 65536.0))
     if power.is_integer():

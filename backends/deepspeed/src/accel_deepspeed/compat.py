@@ -65,7 +65,7 @@ def deepspeed_for(run: Run, user: object) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without what DeepSpeed's own use of torch is warned of: no user can change it."""
+    """Silence warnings of DeepSpeed's own use of torch, which no user can change."""
     with warnings.catch_warnings():
         for kind in (DeprecationWarning, FutureWarning, SyntaxWarning):
             warnings.simplefilter("ignore", kind)
@@ -106,7 +106,7 @@ def without_first_steps(optimizers: Iterable[Optimizer]) -> Iterator[None]:
 _users: set[int] = set()
 """Ids of plugins that make engines; DeepSpeed's globals go with the last."""
 _before: dict[str, str | None] = {}
-"""Environment variables that were set for DeepSpeed -> what they were."""
+"""Environment variables that were set for DeepSpeed -> their earlier values."""
 
 
 def _tell(name: str, value: str) -> None:
@@ -124,7 +124,7 @@ def _restore() -> None:
 
 
 def dismantle(engine: Any) -> None:
-    """Undo what an engine has put on the user's module, and let go of process groups.
+    """Remove an engine's hooks from the user's module, and its references to process groups.
 
     A group that outlives the process's default one aborts some processes at exit.
     """
@@ -148,7 +148,7 @@ def _is_group(value: Any) -> bool:
 def leave(user: object) -> None:
     """Forget a user that has no engine any more.
 
-    The last one takes along what DeepSpeed keeps of process groups.
+    The last user removes DeepSpeed's references to process groups.
     """
     _users.discard(id(user))
     if not _users:

@@ -1,6 +1,6 @@
 """The options of section `deepspeed`.
 
-DeepSpeed's JSON, and what is commonly set without one.
+DeepSpeed's JSON, and options that are commonly set without a JSON.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class DeepSpeedPlugin(KwargsHandler):
     msamp_opt_level: str | None = option(None, refused=True, help=_MSAMP)
 
     def __attrs_post_init__(self) -> None:
-        """Refuse what contradicts itself, everything at once."""
+        """Refuse all contradictions at once."""
         problems = [*self._contradictions(), *self._misplaced()]
         if problems:
             raise ValueError("; ".join(problems))
@@ -83,7 +83,7 @@ class DeepSpeedPlugin(KwargsHandler):
     def deepspeed_config(self) -> dict[str, Any]:
         """DeepSpeed's settings.
 
-        The JSON, and these options where it says "auto" or nothing. A copy.
+        A copy of the JSON, with these options for keys that are "auto" or absent.
         """
         made = settings.read(self.hf_ds_config) or {}
         for name, path in _PATHS.items():
@@ -118,7 +118,7 @@ class DeepSpeedPlugin(KwargsHandler):
         ]
         return found
 
-    # -- what contradicts itself -----------------------------------------------------------------
+    # -- contradictions -------------------------------------------------------------------------
 
     def _contradictions(self) -> list[str]:
         given = self.hf_ds_config if isinstance(self.hf_ds_config, Mapping) else {}

@@ -1,6 +1,6 @@
 """Building models sharded from the start.
 
-DeepSpeed's zero.Init, and what transformers asks for it.
+DeepSpeed's zero.Init, and the settings that transformers reads for it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""An engine's gradients at the boundary of a window.
+"""An engine's gradients at the boundary of a window: reduced, measured, clipped, dropped.
 
-Reduced, measured, clipped, dropped.
-
-One class a ZeRO stage, because each keeps them elsewhere. DeepSpeed would do it all inside `step`;
-here reducing is a step of its own, so that the norm is known when `clip_grad_norm_` returns.
+Each ZeRO stage keeps gradients in another place, so there is one class per place. DeepSpeed reduces, clips
+and steps in one call of `engine.step`. Here the reduction is a call of its own, so that `clip_grad_norm_` can
+return the norm before the step.
 """
 
 from __future__ import annotations
@@ -23,43 +22,54 @@ if TYPE_CHECKING:
 __all__ = ["Gradients", "count_backward_once", "of"]
 
 _ALMOST_ZERO: Final = 1e-30
-"""A norm in place of 0, which DeepSpeed takes for no clipping."""
+"""The norm to clip to in place of 0: DeepSpeed clips nothing if `clip_grad` is 0."""
 
 
 def of(engine: Any, max_norm: float, fixed: bool) -> Gradients:
     """Return the gradients of an engine, by its stage.
 
     Args:
-        engine: DeepSpeed's.
-        max_norm: What each step clips to; 0: nothing.
+        engine: DeepSpeed's engine.
+        max_norm: the norm that each step clips to; 0: no clipping.
         fixed: `clip_grad_norm_` cannot ask for another norm.
     """
     stage = engine.zero_optimization_stage()
     kind = Gradients if stage == 0 else WholeWeights if stage < 3 else Sharded
+    # The engine takes this optimizer in stages 0 and 1, so the stage alone does not tell the place.
     if type(engine.optimizer).__name__ == "BF16_Optimizer":
         kind = Masters
     return kind(engine, max_norm, fixed)
 
 
 def count_backward_once(engine: Any) -> None:
-    """Have a backward that begins at several outputs of the engine count as one.
+    """Make a backward that begins at several outputs of the engine count as one.
 
-    As it does in two forwards of a discriminator: DeepSpeed counts each output, and waits for the end of the
-    others. `torch.autograd.grad` counts as none, nor does a backward through a model that is frozen now.
+    Two forwards of a discriminator have such a backward. DeepSpeed counts a backward per output, and waits
+    for the end of each: gradients of stage 2 are missing in the step. `torch.autograd.grad`, and a backward
+    through a model that is frozen now, must not count at all, because they leave no gradients to reduce.
     """
-    engine._support_torch_style_backward = True  # in stage 0 too: it has nothing to do there
+    # The user calls loss.backward, never engine.backward. Without this flag DeepSpeed refuses it; stage 0, in
+    # which DeepSpeed leaves the flag False, needs nothing else.
+    engine._support_torch_style_backward = True
     optimizer = engine.optimizer
     if not _is_zero(optimizer):
-        if engine.zero_optimization_partition_weights():  # a backward calls it, and inference has none
+        # An engine for inference in stage 3 has an offload object in place of an optimizer. Its hooks call
+        # this method in a backward through the frozen model, and the object lacks it: any callable will do.
+        if engine.zero_optimization_partition_weights():
             optimizer.set_gradient_accumulation_boundary = bool
         return
 
     def begin(gradient: Tensor) -> None:
+        # torch has no public test for "inside backward(), not grad()". Checkpointing needs the same test:
+        # reentrant checkpoints are invalid inside autograd.grad.
         counts = torch.autograd._is_checkpoint_valid() and any(p.requires_grad for p in engine.parameters())
+        # DeepSpeed's own hook has raised the depth already, once per output: bring it to 1, or to 0 for a
+        # call that does not count.
         while optimizer._backward_active_depth > counts:
             optimizer.exit_backward()
+        # A flag of an earlier backward since the last forward would end this one at its first gradient.
         if not optimizer._backward_active_depth:
-            optimizer.clear_backward_seen_flag()  # maybe of another backward since the last forward
+            optimizer.clear_backward_seen_flag()
         if optimizer._backward_active_depth < counts:
             optimizer.enter_backward()
             optimizer.queue_post_backward_callback()
@@ -69,7 +79,9 @@ def count_backward_once(engine: Any) -> None:
             if isinstance(each, torch.Tensor) and each.grad_fn is not None:
                 each.register_hook(begin)
 
-    engine.register_forward_hook(watch)  # its own hooks come before
+    # After DeepSpeed's hooks, which the engine has registered in its constructor: `begin` corrects their
+    # count.
+    engine.register_forward_hook(watch)
 
 
 def _is_zero(optimizer: Any) -> bool:
@@ -89,24 +101,28 @@ class Gradients:
         engine.set_gradient_accumulation_boundary(False)
         self._clear = engine.zero_grad
         if _is_zero(self.optimizer):
-            engine.zero_grad = self._zero_grad  # its own leaves what is reduced
+            # DeepSpeed's zero_grad clears `.grad` alone, and the next step would apply reduced gradients.
+            engine.zero_grad = self._zero_grad
 
     @property
     def scale(self) -> float:
-        """By which the loss, and so the gradients, are multiplied."""
-        # One of its optimizers says None where it does not scale.
+        """The factor of the loss, and so of the gradients, until the step divides by it."""
+        # BF16_Optimizer has loss_scale None: its loss is not scaled.
         return float(getattr(self.optimizer, "loss_scale", None) or 1.0)
 
     def reduce(self) -> None:
-        """Average over the ranks; once a window, in its last micro-batch. Collective."""
+        """Average over the ranks, once per window, in the last micro-batch. Collective."""
+        # allreduce_gradients does nothing before the boundary, so it is set here, and taken back in `_end`.
         self.engine.set_gradient_accumulation_boundary(True)
         self.engine.allreduce_gradients()
 
     def clip(self, max_norm: float) -> Tensor:
-        """Have the coming step clip to this norm; return the norm now. Collective.
+        """Make the coming step clip to this norm; return the norm before. Collective.
 
-        inf: clip no more than was asked for before.
+        inf: only measure, and keep the norm of an earlier call.
         """
+        # The step clips, because the gradients of a ZeRO stage are in buffers of DeepSpeed's. Several calls
+        # in a window clip to the smallest norm, as they would in plain PyTorch.
         if math.isfinite(max_norm):
             self._asked = min(max(max_norm, _ALMOST_ZERO), math.inf if self._asked is None else self._asked)
         return self.norm()
@@ -116,15 +132,15 @@ class Gradients:
         return [p.grad for p in self.engine.module.parameters() if p.grad is not None]
 
     def clamp(self, value: float) -> None:
-        """Clamp each to [-value, value]."""
+        """Clamp each gradient to [-value, value], in units of the loss before scaling."""
         limit = value * self.scale
         for tensor in self._settled():
             tensor.clamp_(-limit, limit)
 
     def _settled(self) -> list[Tensor]:
-        """`tensors`, to be changed.
+        """Return `tensors`, ready to be changed in place.
 
-        Offloaded ones are copied beside the host, so they are waited for.
+        DeepSpeed copies offloaded gradients to the CPU asynchronously, so this method waits for the copies.
         """
         listed: list[Tensor | None] = [*self.tensors()]
         found = [tensor for tensor in listed if tensor is not None]  # None: nothing has come in yet
@@ -135,12 +151,14 @@ class Gradients:
         return found
 
     def norm(self) -> Tensor:
-        """Of all ranks' together (0-dim). Collective."""
+        """Return the norm of the gradients of all ranks, without the scale (0-dim). Collective."""
         return get_total_norm(self.tensors()) / self.scale
 
     def step(self) -> bool:
-        """Clip as was asked, and have the engine step; whether it did. Collective."""
+        """Clip, and make the engine step; return False for a step skipped after an overflow. Collective."""
         max_norm = self.configured if self._asked is None else self._asked
+        # DeepSpeed's optimizers clip by an attribute, which the user's own optimizer (stage 0, float32)
+        # lacks.
         if hasattr(self.optimizer, "clip_grad"):
             self.optimizer.clip_grad = max_norm
         elif max_norm:
@@ -164,10 +182,7 @@ class Gradients:
 
 
 class Masters(Gradients):
-    """Stages 0 and 1 with bfloat16 weights, where they are summed in float32.
-
-    Whole, in the optimizer.
-    """
+    """Stages 0 and 1 with bfloat16 weights: whole gradients, which the optimizer sums in float32."""
 
     def tensors(self) -> list[Tensor]:
         return list(self.optimizer.fp32_groups_gradients_flat)
@@ -193,8 +208,11 @@ class WholeWeights(Gradients):
         self._has_new = True
 
     def reduce(self) -> None:
+        # A clip has reduced already, and the step asks once more.
         if self._is_reduced and not self._has_new:
             return
+        # A second reduction would mix reduced and new gradients. Without a backward the step would use the
+        # buffers of the window before, or none.
         if self._is_reduced or not self._has_new:
             cause = "after clipping or unscaling came another" if self._is_reduced else "there was no"
             raise AccelError(
@@ -206,11 +224,13 @@ class WholeWeights(Gradients):
         self._is_reduced, self._has_new = True, False
 
     def _reduce(self) -> None:
-        if self.engine.zero_optimization_stage() > 1:  # its ranks reduce in each backward
+        # Stage 2 reduces bucket by bucket during backward; only the last bucket is open now.
+        if self.engine.zero_optimization_stage() > 1:
             self.optimizer.finalize_gradient_accumulation_boundary()
             self.engine.set_gradient_accumulation_boundary(True)
             return
-        # Other ranks may have gradients of what this one did not use.
+        # Ranks reduce the same buckets only if all have the same gradients: parameters that this rank did not
+        # use, and another rank did, need zeros.
         for parameter in (p for group in self.optimizer.bit16_groups for p in group if p.requires_grad):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -233,18 +253,20 @@ class WholeWeights(Gradients):
         optimizer = self.optimizer
         optimizer.zero_grad()
         if optimizer.cpu_offload:
+            # Back to the state before a first backward; otherwise the next backward adds to these gradients.
             optimizer.reset_cpu_buffers()
-            optimizer.micro_step_id = -1  # as before a first backward, else the next one adds to these
+            optimizer.micro_step_id = -1
             optimizer._offload_accumulated_param_ids = set()
             self._clear_offloaded()
+        # zero_grad above clears `.grad` of parameters; these dictionaries hold the reduced shares.
         for held in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
             held.update(dict.fromkeys(held))
         self._end()
 
     def _clear_offloaded(self) -> None:
-        """Clear gradients that a window did not write.
+        """Zero the CPU copies of gradients.
 
-        DeepSpeed would step their parameters by older ones.
+        A parameter that the next window does not use keeps its copy, and DeepSpeed would step by it again.
         """
         for tensor in self._settled():
             tensor.zero_()
@@ -266,7 +288,8 @@ class Sharded(WholeWeights):
 
     def drop(self) -> None:
         self.optimizer.zero_grad()
-        self.optimizer.grad_partitions_flat_buffer.zero_()  # else applied again to what is not used next
+        # Parameters that the next window does not use would be stepped by the old contents again.
+        self.optimizer.grad_partitions_flat_buffer.zero_()
         if self.optimizer.offload_optimizer:
             self._clear_offloaded()
         self._end()

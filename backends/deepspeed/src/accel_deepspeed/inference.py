@@ -30,7 +30,7 @@ def run_without_graph(model: nn.Module) -> Callable[[], None]:
             entered[-1].enter_context(torch.no_grad())
 
     def leave(*call: Any) -> None:
-        if entered:  # it is called too where a hook before `enter` failed
+        if entered:  # torch calls this hook even if a hook before `enter` failed
             entered.pop().close()
 
     first = model.register_forward_pre_hook(enter, prepend=True)

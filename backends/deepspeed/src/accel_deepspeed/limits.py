@@ -31,7 +31,7 @@ _NOT_SERVED: Final = {
     "autotuning.enabled": "it starts the script by itself; tune first, then train with what it found",
     "compression_training": "not shown to work; leave it out",
 }
-"""Paths of DeepSpeed's JSON that cannot be served -> why, and what to do."""
+"""Paths of DeepSpeed's JSON that cannot be served -> the reason, and the remedy."""
 
 
 def refused_settings(config: DeepSpeedPlugin, run: Run) -> Iterator[str]:

@@ -24,7 +24,7 @@ __all__ = ["Fragment", "fragments", "live_part", "nowhere", "shape_of", "unstepp
 class Fragment:
     """Elements start, start + 1, ... of a flattened parameter, which this rank steps.
 
-    flat: the tensor that the optimizer inside steps, the fp32 master where there is one; it holds `numel`
+    flat: the tensor that the optimizer inside steps, the fp32 master if there is one; it holds `numel`
     of the parameter's elements from `at` on. group: number of its param_group. copies: other ranks may
     hold the same.
     """
@@ -51,7 +51,7 @@ class Fragment:
 
 
 Part = tuple["nn.Parameter", int, int, int]
-"""(parameter, where it begins in the flat tensor, first element of it, how many)."""
+"""(parameter, begin in the flat tensor, first element of the parameter, number of elements)."""
 Laid = tuple[int, "Tensor", int, Iterable[Part]]
 """(group, flat tensor, number of ranks with other parts, its fragments)."""
 
@@ -79,7 +79,7 @@ def fragments(unit: Unit) -> Iterator[Fragment]:
     A fragment may be empty.
 
     Raises:
-        CheckpointError: state is where it cannot be read, or laid out in a way not known here.
+        CheckpointError: state cannot be read from its place, or has an unknown layout.
     """
     names = {parameter: name for name, parameter in unit.named_parameters().items()}
     (engine,) = unit.wrapped

@@ -9,7 +9,7 @@ __all__ = ["DummyOptim", "DummyScheduler", "EngineScheduler"]
 
 
 class DummyOptim:
-    """Stands for the JSON's `optimizer`; its values fill what is "auto" there.
+    """Stands for the JSON's `optimizer`; its values fill in the keys that are "auto" there.
 
     Args:
         params: parameters, or groups of them.

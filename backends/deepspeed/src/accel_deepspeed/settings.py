@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON: where it is read from, and its keys by dotted path."""
+"""DeepSpeed's JSON: its sources, and its keys by dotted path."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _parsed(text: str, origin: str) -> dict[str, Any]:
 
 def _loads() -> Callable[..., Any]:
     try:
-        from hjson import loads  # what DeepSpeed reads with: JSON with comments
+        from hjson import loads  # DeepSpeed's own reader: JSON with comments
     except ImportError:
         return json.loads
     return loads  # type: ignore[no-any-return]
@@ -109,9 +109,9 @@ def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 def fill(
     settings: dict[str, Any], values: Mapping[str, tuple[Any, str]], *, must_match: bool = True
 ) -> list[str]:
-    """Put values (path -> value, its origin) where "auto" stands.
+    """Replace "auto" by values (path -> value, its origin).
 
-    Give what mismatches, a line each.
+    Return one line per mismatch.
     """
     mismatches = []
     for path, (value, origin) in values.items():

@@ -54,7 +54,7 @@ Scalars = dict[str, Tensor]
 
 
 class EngineState:
-    """Each rank's part of the state, as views of what DeepSpeed steps.
+    """Each rank's part of the state, as views of the tensors that DeepSpeed steps.
 
     Nothing is gathered.
     """
@@ -134,7 +134,7 @@ class EngineState:
         template: Template,
         plain: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        """Flat tensors, zero where DeepSpeed pads and of what is new.
+        """Allocate flat tensors, with zeros in DeepSpeed's padding and for new parameters.
 
         Numbers wait for `load_state`.
         """
@@ -164,7 +164,9 @@ class EngineState:
                 ", ".join(new[:10]) + (", ..." if len(new) > 10 else ""),
             )
         if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
-            engine.optimizer._hp_optimizer_states_linked = False  # its views are of what was there before
+            engine.optimizer._hp_optimizer_states_linked = (
+                False  # its views are of the tensors before the load
+            )
 
     def _leave_out(self, unit: Unit, template: Template) -> None:
         """Leave out the state of parameters that were frozen since.
@@ -276,7 +278,7 @@ def _hyperparameters(base: Any, group: dict[str, Any]) -> dict[str, Any]:
     if _algorithm(base) == type(base).__name__:
         return {key: group[key] for key in group if key not in _OWN}
     for key, value in (("amsgrad", False), ("maximize", False)):
-        group.setdefault(key, value)  # what is loaded is written here, and looked at before the next step
+        group.setdefault(key, value)  # loads write to these keys, and they are checked before the next step
     group.setdefault("decoupled_weight_decay", _algorithm(base) == "AdamW")
     return {key: group[key] for key in group if key not in (*_OWN, "bias_correction", "step")}
 
@@ -305,7 +307,7 @@ def _refresh(unit: Unit) -> None:
     (engine,) = unit.wrapped
     optimizer: Any = engine.optimizer
     name = type(optimizer).__name__
-    for parameter in unit.named_parameters().values():  # a node has copies, of what is frozen for good
+    for parameter in unit.named_parameters().values():  # with hpZ a node keeps copies of frozen weights
         if hasattr(parameter, "ds_secondary_tensor"):
             parameter.ds_secondary_tensor = None
     if name == "DeepSpeedZeroOptimizer_Stage3":
@@ -326,7 +328,7 @@ def _refresh(unit: Unit) -> None:
 def _homes(unit: Unit) -> dict[str, tuple[Any, Sequence[str]]]:
     """Objects whose values are saved.
 
-    A loss scale only where it moves: fixed ones, and the 1 of other precisions, are the config's.
+    The loss scale is state only if it is dynamic: a fixed scale is in the config.
     """
     (engine,) = unit.wrapped
     scaler = getattr(engine.optimizer, "loss_scaler", None)

@@ -42,7 +42,7 @@ def make(config: DeepSpeedPlugin | None, run: Run) -> DeepSpeed:
 
 
 def select(run: Run, name: str) -> None:
-    """Make this one of the config's `strategies` the default of `prepare`.
+    """Make this member of the config's `strategies` the default of `prepare`.
 
     Raises:
         ConfigError: the run has no strategy of that name.
@@ -133,7 +133,7 @@ class DeepSpeed(SharedSequences, EngineState):
         self._replace_dummies(unit, engine)
 
     def _replace_dummies(self, unit: Unit, engine: Any) -> None:
-        """Put real schedulers in the place of each `DummyScheduler`: a function's, or that of the JSON."""
+        """Put real schedulers in the place of each `DummyScheduler`: from its function, or from the JSON."""
         own = engine.lr_scheduler
         if own is not None and self.run.config.step_scheduler_with_optimizer:  # the engine steps it
             own = EngineScheduler(own, engine.basic_optimizer)
@@ -173,7 +173,7 @@ class DeepSpeed(SharedSequences, EngineState):
         except (
             AssertionError,
             ValueError,
-        ) as error:  # so it says what does not go together
+        ) as error:  # DeepSpeed's message names the settings that conflict
             self.release(unit)
             raise ConfigError(
                 f"DeepSpeed makes no engine of unit {unit.name!r}: {error}\nchange it in hf_ds_config"

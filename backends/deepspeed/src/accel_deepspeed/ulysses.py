@@ -85,7 +85,7 @@ def require_exchange(model: nn.Module, ranks: int) -> None:
 def _part(batch: Any, rank: int, ranks: int) -> Any:
     """Return this rank's part of each sequence: of each tensor's second dimension.
 
-    What follows from whole sequences is added where transformers asks for it: positions, and labels that
+    Entries that depend on whole sequences are added for transformers: positions, and labels that
     are shifted already, because a loss that shifts by itself loses the token after each part.
 
     Raises:

@@ -45,7 +45,7 @@ def transformer_config(accelerator: Accelerator, *, num_layers: int, **what: Any
     Args:
         accelerator: of the run.
         num_layers: of the whole model.
-        what: other fields that say what is computed.
+        what: other fields that define the computation.
     """
     plugin = plugin_of(accelerator)
     virtual = building.chunk_numbers(plugin.config, num_layers)
@@ -141,13 +141,13 @@ def indexed_loaders(
 
     As many samples as the options say.
 
-    A pass of the first is the whole training, less `consumed_samples`; one of the others `eval_iters`
+    A pass of the first is the whole training, less `consumed_samples`; a pass of the other two `eval_iters`
     batches, and the next pass goes on behind them. They are saved and resumed as all prepared loaders are,
     by positions that count from `consumed_samples` on. Collective.
 
     Args:
         accelerator: of the run; section `megatron` has train_iters or train_samples.
-        data_path: as in `indexed_datasets`; none where custom_megatron_datasets_provider_function is set.
+        data_path: as in `indexed_datasets`; none if custom_megatron_datasets_provider_function is set.
         micro_batch_size: samples of a micro-batch; a batch has num_micro_batches of them.
         num_workers: of each DataLoader.
         options: others of `indexed_datasets`.
@@ -156,7 +156,7 @@ def indexed_loaders(
     rows, readers = micro_batch_size * config.micro_batches, accelerator.run.topology.readers
     counts = _counts(config, rows * readers)
     datasets = _datasets(config, counts, data_path, options)
-    # Consumed samples of training, validation and test; those left out are 0.
+    # Consumed samples of training, validation and test; missing numbers are 0.
     starts = (*config.consumed_samples, 0, 0, 0)
     passes = (counts[0] - starts[0], *(config.eval_iters * rows * readers,) * 2)
     if passes[0] <= 0:

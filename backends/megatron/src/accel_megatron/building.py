@@ -31,10 +31,10 @@ T = TypeVar("T")
 class Chunks:
     """This rank's parts of a model.
 
-    raw: the modules themselves. run: what the schedule calls, each wrapped as far as training asks.
+    raw: the modules themselves. run: the modules that the schedule calls, wrapped for training.
 
-    shard_map: parameter here -> its pieces of the user's model. scheduled: every backward is one of the
-    schedule; else the user may call any number of them before a step.
+    shard_map: parameter here -> its pieces of the user's model. scheduled: every backward is a backward of
+    the schedule; else the user may call any number of them before a step.
     """
 
     config: Any
@@ -51,7 +51,7 @@ class Chunks:
         return iter(self.shard_map)
 
     def bucket_groups(self) -> Iterator[Any]:
-        """Yield what megatron-core reduces at once of gradients."""
+        """Yield the groups of gradients that megatron-core reduces at once."""
         for chunk in self.run:
             for kind in ("bucket_groups", "expert_parallel_bucket_groups"):
                 yield from getattr(chunk, kind, ())
@@ -129,7 +129,7 @@ def _renamed(chunk: nn.Module, named: Iterable[tuple[str, T]]) -> Iterator[tuple
 def fill(shards: Mapping[str, Any], named: Mapping[str, Tensor], run: Run) -> None:
     """Copy rank 0's weights into the leaves; a whole weight at a time. Collective.
 
-    A model without weights (of the meta device) leaves those that megatron-core has made.
+    A model without weights (of the meta device) keeps the weights that megatron-core has made.
     """
     control = run.collectives("control")
     held = control.broadcast_object([name for name, each in named.items() if not each.is_meta])
@@ -171,7 +171,7 @@ def empty(model: nn.Module) -> None:
 
 
 def wrap(chunks: Chunks, plugin: MegatronLMPlugin) -> None:
-    """Have gradients of the chunks reduced, and weights in 16 bits where asked."""
+    """Have gradients of the chunks reduced, and weights in 16 bits if the run asks for it."""
     with quiet():
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.transformer.module import Float16Module

@@ -103,7 +103,7 @@ def indexed_datasets(
         split: shares of the documents.
         weights: of several paths.
         seed: of the order.
-        path_to_cache: where indexes are kept; unset: beside the files.
+        path_to_cache: folder for indexes; unset: beside the files.
         eod_mask_loss: ends of documents do not count in the loss.
     """
     paths = [data_path] if isinstance(data_path, str) else list(data_path)

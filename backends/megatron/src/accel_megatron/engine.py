@@ -30,9 +30,10 @@ ForwardLoss = Callable[[Any, Any], tuple[Tensor, Any]]
 
 
 class _ChunkExit(BaseException):
-    """A chunk's forward is over, and others follow.
+    """Leaves the user's `forward_loss` in a pipeline stage that has no loss, with the stage's activation.
 
-    No error, but the way out of the user's function.
+    The function goes on after `model(**batch)` with a loss, which only the last stage can compute. A
+    BaseException, so that an `except Exception` of the user's function does not catch it.
     """
 
     def __init__(self, activation: Tensor) -> None:
@@ -41,20 +42,22 @@ class _ChunkExit(BaseException):
 
 
 class _KnownGradients(torch.autograd.Function):
-    """A loss whose gradients exist already.
+    """A loss whose gradients exist already: megatron-core's schedule runs backward inside forward.
 
-    Backward of it tells how it was scaled afterwards.
+    The program's `loss.backward()` comes later. It computes nothing, but its gradient is the factor by which
+    the program has multiplied the loss after forward; the engine compares it with the scale that forward
+    assumed.
     """
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, anchor: Tensor, engine: Engine) -> Tensor:  # noqa: ARG004
-        """`anchor`: any tensor that requires a gradient."""
+        """anchor: any tensor that requires a gradient; without one autograd would skip backward."""
         ctx.engine = engine
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        """None of its own."""
+        """Note the scale of the loss; return no gradients."""
         ctx.engine.refuse_unstepped()
         if not ctx.engine.has_gradients:
             raise AccelError(
@@ -67,11 +70,14 @@ class _KnownGradients(torch.autograd.Function):
 
 
 class Engine(nn.Module):
-    """`module` is the user's model, whose weights are elsewhere.
+    """The prepared model.
 
-    Names, shapes and config are its own.
-
-    chunks: this rank's parts of it.
+    Attributes:
+        module: the user's model, with its names, shapes and config. Its parameters are empty, because
+            megatron-core has the weights.
+        chunks: this rank's parts of the model, in megatron-core's form.
+        adapter: converts inputs, outputs and names of the model's family.
+        plugin: the options.
     """
 
     def __init__(
@@ -83,11 +89,11 @@ class Engine(nn.Module):
         self.plugin = plugin
         self.unit: Unit | None = None
         self.scaled: Tensor | None = None
-        """The gradient that backward of the last loss came with."""
+        """The gradient of the last loss in its backward: 1, times the factors that the program applied."""
         self.has_gradients = False
         """True from a forward that has computed gradients until they are cleared."""
         self._chunk: Any = None
-        """The one that the schedule runs."""
+        """The chunk that the schedule runs; None outside the schedule."""
         made = plugin.custom_train_step_class
         self.train_step: Any = None if made is None else made(plugin, **plugin.custom_train_step_kwargs)
 
@@ -99,10 +105,7 @@ class Engine(nn.Module):
         return self
 
     def refuse_unstepped(self) -> None:
-        """Raise AccelError for gradients that no optimizer sees.
-
-        The user's parameters are empty.
-        """
+        """Raise AccelError for gradients that no optimizer sees: the user's parameters get none."""
         if self.chunks.scheduled and self.unit is not None and not self.unit.optimizers:
             raise AccelError(
                 f"megatron: backward of {type(self.module).__name__}, which was prepared without an"
@@ -131,22 +134,24 @@ class Engine(nn.Module):
 
     @property
     def divisor(self) -> Tensor | float:
-        """By which core divides the loss of this micro-batch."""
+        """The number by which core divides the loss of this micro-batch."""
         assert self.unit is not None
         return 1.0 if self.unit.run.accumulation is None else self.unit.window.divisor
 
     @property
     def scale(self) -> Tensor | float:
-        """By which core multiplies the loss of this micro-batch."""
+        """The factor by which core multiplies the loss of this micro-batch."""
         return 1.0 / self.divisor
 
     def is_own(self, loss: Tensor) -> bool:
-        """Return True if `loss`, after its backward, is forward's last one, scaled.
+        """Return True if `loss`, after its backward, is forward's last loss, scaled as forward assumed.
 
-        Its graph says so in the plain case. Reading its scale would wait for the device.
+        The gradients were computed with that scale, so any other factor would be lost in silence. In the
+        plain case the graph of the loss tells it. Reading the scale, as in the other cases, waits for the
+        device.
         """
         node: Any = loss.grad_fn
-        # Core's division, if there is one, is a node above the loss that forward gave.
+        # If core has divided the loss, the division is the node above the loss that forward returned.
         if node is not None and (isinstance(self.divisor, torch.Tensor) or self.divisor != 1):
             ((node, _), *_) = node.next_functions
         if getattr(node, "engine", None) is self:
@@ -156,12 +161,10 @@ class Engine(nn.Module):
     # -- forward ---------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **inputs: Any) -> Any:
-        """Run one micro-batch inside the schedule; outside, the schedule over a batch.
+        """Run the schedule over a batch, cut into micro-batches; inside the schedule, run one micro-batch.
 
-        The schedule cuts the batch into micro-batches.
-
-        Collective. In training backward runs with it, and all stages get the mean loss; in evaluation
-        logits too, where there are no labels or `return_logits` is set.
+        Collective. In training the schedule runs backward too, and all stages get the mean loss. In
+        evaluation they also get logits, if the batch has no labels or `return_logits` is set.
         """
         if args:
             raise AccelError(
@@ -180,7 +183,7 @@ class Engine(nn.Module):
         found = self.adapter.call(chunk, inputs, last=last, logits=self.plugin.return_logits)
         if last:
             return found
-        # The user's function would go on with an activation where it expects a loss.
+        # Returning the activation would make the user's function compute a loss of it.
         raise _ChunkExit(found)
 
     def _of_batch(self, inputs: Mapping[str, Any]) -> Any:
@@ -203,7 +206,8 @@ class Engine(nn.Module):
             return self.adapter.make_output(None, logits)
         loss = self._shown(found.loss)
         if training:
-            # The gradients exist already: backward of this loss only tells how it was scaled.
+            # The gradients exist already. The loss still needs a graph, so that loss.backward() works and the
+            # scale can be checked.
             self.has_gradients = True
             anchor = torch.empty((), device=loss.device, requires_grad=True)
             loss = _with_known_gradients(loss, anchor, self)
@@ -220,7 +224,7 @@ class Engine(nn.Module):
         return loss
 
     def _computed_loss(self, model: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """Loss and logits of a micro-batch; zero where nothing says what the loss is."""
+        """Return loss and logits of a micro-batch; the loss is zero if nothing defines one."""
         if self.plugin.custom_get_batch_function is not None:
             inputs = self.plugin.custom_get_batch_function(iter([inputs]))
         output = model(**inputs)
@@ -260,11 +264,16 @@ class Engine(nn.Module):
         forward_only: bool,
         scale: Tensor | float = 1.0,
     ) -> StepOutput:
-        """Forward and backward of micro-batches.
+        """Run forward and backward of micro-batches by megatron-core's schedule. Collective.
 
-        All ranks get the loss, the last stage's what was given.
+        Args:
+            batches: the micro-batches of this rank's reader.
+            forward_loss: (model, batch) -> (loss, output); None: the step of custom_train_step_class.
+            forward_only: without backward.
+            scale: the factor of the gradients, by which core multiplies the loss after forward.
 
-        Collective. `forward_loss` None: by custom_train_step_class. `scale`: of the gradients.
+        Returns:
+            The mean loss, on all ranks, and on the last stage the outputs of `forward_loss`.
         """
         with quiet():
             from megatron.core import parallel_state
@@ -283,7 +292,9 @@ class Engine(nn.Module):
         else:
             check_lengths(self.plugin, batches)
         chunks, asked = self.chunks.run, len(batches)
-        if len(chunks) > 1 and asked < stages:  # interleaved, which takes one per stage at least
+        # The interleaved schedule takes at least one micro-batch per stage. In evaluation the last one is
+        # repeated, and the results of the repetitions are cut off.
+        if len(chunks) > 1 and asked < stages:
             batches = [*batches, *[batches[-1]] * (stages - asked)]
         # Each chunk of interleaved stages reads all micro-batches.
         iterators: list[Iterator[Any]] = [iter(batches) for _ in chunks]
@@ -299,6 +310,7 @@ class Engine(nn.Module):
                 micro_batch_size=size,
                 forward_only=forward_only,
             )[:asked]
+        # Only the last stage has losses; the other stages receive the mean into an empty tensor.
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         device = next(self.chunks.parameters()).device
         loss = torch.stack([each for each, _ in found]).mean() if last else torch.empty((), device=device)
@@ -309,13 +321,18 @@ class Engine(nn.Module):
 
     @contextmanager
     def silence(self) -> Iterator[None]:
-        """Inside a window gradients are not reduced while backward runs."""
+        """Keep gradients unreduced in a backward before the last micro-batch of a window.
+
+        With overlap_grad_reduce the schedule reduces in the last micro-batch of each call. A window of
+        several calls must reduce in the last call alone, because a reduced buffer cannot be added to.
+        """
         config = self.chunks.config
         noisy = config.no_sync_func
         if noisy is None or self.unit is None or self.unit.window.boundary:
             yield
             return
-        # The schedule would leave it for the last micro-batch, and reduce there.
+        # The schedule would leave no_sync for the last micro-batch of this call, and start to reduce: hide
+        # the functions from it, and hold no_sync around the whole call.
         reducing = config.grad_sync_func
         config.no_sync_func = config.grad_sync_func = None
         try:
@@ -343,7 +360,7 @@ class Engine(nn.Module):
             self._chunk = chunk
             try:
                 loss, output = forward_loss(self, batch)
-            except _ChunkExit as left:
+            except _ChunkExit as left:  # a stage before the last: the schedule sends the activation on
                 return left.activation, None
             finally:
                 self._chunk = None
@@ -352,7 +369,8 @@ class Engine(nn.Module):
                     "megatron: forward_loss returned in a stage that has no loss\n"
                     "it must call the model it is given, with the inputs of a micro-batch by name"
                 )
-            # megatron-core divides it in place, by the number of micro-batches.
+            # The schedule divides the loss in place by the number of micro-batches, so the user's loss is
+            # multiplied into a new tensor, and the reported loss is a copy.
             return loss.float() * scale, lambda scaled: (scaled, (loss.detach().float(), output))
 
         return step

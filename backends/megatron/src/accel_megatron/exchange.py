@@ -25,7 +25,7 @@ def export_checkpoint(
 ) -> None:
     """Write a `dist_checkpointing` directory, as Megatron-LM does.
 
-    Weights, and what the optimizer keeps.
+    Weights, and the optimizer's state.
 
     Collective. It starts processes: a script that calls this needs `if __name__ == "__main__":`.
 
@@ -48,11 +48,11 @@ def export_checkpoint(
 def import_checkpoint(
     accelerator: Accelerator, model: nn.Module, directory: str | os.PathLike[str], *, optimizer: bool = True
 ) -> None:
-    """Read what `export_checkpoint`, or Megatron-LM with such a model, has written.
+    """Read a checkpoint of `export_checkpoint`, or of Megatron-LM with such a model.
 
     Collective.
 
-    The layout may be another. Only for directories that you trust: megatron-core unpickles what is in them.
+    The layout may be another. Only for directories that you trust: megatron-core unpickles their files.
 
     Raises:
         CheckpointError: the directory is not such a checkpoint.
@@ -87,7 +87,7 @@ def _described(
     engine, stepper = unit.plugin.engines[unit], unit.plugin.steppers.get(unit)
     chunks = engine.chunks.raw
     if stepper is not None and not loading:
-        stepper.refresh()  # what was stepped may still be on its way to the other ranks
+        stepper.refresh()  # stepped weights may still be on their way to the other ranks
     found: dict[str, Any] = {"checkpoint_version": 3.0}
     for number, chunk in enumerate(chunks):
         found[_key(number, len(chunks))] = chunk.sharded_state_dict(metadata=dict(_METADATA))

@@ -1,4 +1,4 @@
-"""Groups of the user's optimizer, split where the plugin's conditions say so."""
+"""Groups of the user's optimizer, split by the plugin's conditions."""
 
 from __future__ import annotations
 

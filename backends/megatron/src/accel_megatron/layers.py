@@ -1,6 +1,6 @@
 """Layer specs.
 
-Transformer-engine's where it is installed, else megatron-core's own with a norm of ours.
+Layers of transformer-engine if it is installed, else of megatron-core with a norm of this package.
 """
 
 from __future__ import annotations

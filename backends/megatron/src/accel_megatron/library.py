@@ -89,7 +89,7 @@ def _initialize(run: Run, layout: Layout) -> None:
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.tp if layout.ep == 1 else 1,
     )
-    # Streams for what is split, and for what is the same on ranks of a layer: these draw the same dropout,
+    # Streams for split tensors, and for tensors that the ranks of a layer share, which draw the same dropout,
     # so the seed is rank 0's, though nobody may have set one.
     seed = run.collectives("control").broadcast_object(torch.initial_seed() % 2**31)
     model_parallel_cuda_manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
@@ -116,7 +116,7 @@ def unusable() -> str | None:
     """Why megatron-core cannot work in this process, if it cannot."""
     try:
         torch.cuda.current_device()
-    except (AssertionError, RuntimeError) as error:  # what torch raises without CUDA, and without a device
+    except (AssertionError, RuntimeError) as error:  # torch's errors without CUDA, and without a device
         return (
             f"megatron-core calls torch.cuda wherever it runs, which does not work here: {error}\n"
             "start on a machine with CUDA devices, or choose strategy fsdp (tp, pp) or ddp"
@@ -128,7 +128,7 @@ def unusable() -> str | None:
 def quiet() -> Iterator[None]:
     """Silence warnings of megatron-core's imports and of its use of torch.
 
-    No user can change what they warn of.
+    No user can change the code that they are about.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -45,7 +45,7 @@ def cut(inputs: Mapping[str, Any], count: int, *, exact: bool) -> list[dict[str,
 def shape(batches: Sequence[Any], stages: int, *, decoded: bool = False) -> tuple[int, int]:
     """(rows, sequence length) of the micro-batches that stages exchange.
 
-    decoded: of the inputs of a decoder, beside those of its encoder; 0 where there are none.
+    decoded: of the inputs of a decoder, beside the inputs of its encoder; 0 if there are none.
     """
     shapes = [_of_rows(batch, decoded) for batch in batches]
     if stages > 1 and len(set(shapes)) > 1:

@@ -33,7 +33,7 @@ class NativeModel:
     """Stands in for an adapter: inputs and outputs stay as the model has them."""
 
     def compute_loss(self, output: Any, inputs: Mapping[str, Any]) -> tuple[Tensor | None, Tensor | None]:
-        """Losses of tokens, where labels were given, are averaged as `loss_mask` says."""
+        """Losses of tokens are averaged by `loss_mask` if the batch has labels."""
         if inputs.get("labels") is None:
             return None, output
         mask = inputs.get("loss_mask")

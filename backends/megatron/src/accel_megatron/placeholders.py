@@ -19,8 +19,8 @@ class MegatronLMDummyScheduler:
 
     Args:
         optimizer: the one whose rates it sets.
-        total_num_steps: optimizer steps of the whole training, where no option says how long it is.
-        warmup_num_steps: optimizer steps of linear warmup, where no option says so.
+        total_num_steps: optimizer steps of the whole training, if no option tells its length.
+        warmup_num_steps: optimizer steps of linear warmup, if no option tells them.
     """
 
     def __init__(self, optimizer: Any, total_num_steps: int | None = None, warmup_num_steps: int = 0) -> None:
@@ -31,7 +31,7 @@ class MegatronLMDummyScheduler:
 class Schedule:
     """OptimizerParamScheduler of megatron-core, over the user's optimizer's groups.
 
-    samples: how many a step counts for, where the options count samples; else each step is one.
+    samples: samples per step, if the options count samples; otherwise a step counts as one.
     """
 
     def __init__(

@@ -125,12 +125,12 @@ def precision(run: Run) -> dict[str, Any]:
 
 
 def transformer_settings(run: Run, config: MegatronLMPlugin, virtual: int | None) -> dict[str, Any]:
-    """Arguments of TransformerConfig that say how, not what, is computed."""
+    """Arguments of TransformerConfig that choose kernels, and leave the results as they are."""
     made: dict[str, Any] = {
         "tensor_model_parallel_size": config.tp_degree,
         "pipeline_model_parallel_size": config.pp_degree,
         "virtual_pipeline_model_parallel_size": virtual,
-        # Batched, two ranks of the interleaved schedule would take what the other sends for another chunk.
+        # Batched, two ranks of the interleaved schedule would mix up messages for several chunks.
         "overlap_p2p_comm": virtual is not None,
         "batch_p2p_comm": virtual is None,
         "context_parallel_size": config.context_parallel_size,
@@ -155,7 +155,7 @@ def data_parallel_settings(config: MegatronLMPlugin) -> dict[str, Any]:
 
 
 def optimizer_settings(run: Run, config: MegatronLMPlugin) -> dict[str, Any]:
-    """Arguments of OptimizerConfig, but for what the prepared optimizer says.
+    """Arguments of OptimizerConfig, without the prepared optimizer's own hyperparameters.
 
     Nothing is clipped unasked.
     """
@@ -194,7 +194,7 @@ def refuse_scaler(run: Run) -> Iterable[str]:
 def build(run: Run, config: MegatronLMPlugin, virtual: int | None, **what: Any) -> Any:
     """Return a TransformerConfig.
 
-    `what`: the model's own part of it, over which `other_megatron_args` go.
+    what: the model's own arguments, over which `other_megatron_args` go.
 
     Raises:
         ConfigError: megatron-core cannot have it so.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["Part", "Piece", "boxes", "column", "gated", "heads", "row", "same", "vocabulary"]
 
 Part = tuple[int, int]
-"""(this rank's number, ranks) of those that split a layer."""
+"""Return (this rank's number, number of ranks) in the group that splits a layer."""
 Shard = tuple[tuple[int, ...], "Tensor"]
 
 
@@ -116,7 +116,7 @@ def boxes(piece: Piece, elements: Tensor, begin: int, shape: Sequence[int]) -> I
 
     Both are in the user's orientation.
 
-    `elements` are those from number `begin` on of a flattened tensor of `shape`.
+    `elements` begin at number `begin` of a flattened tensor of `shape`.
     """
     if not shape:
         yield from [((), elements.view(()))] if elements.numel() else ()

@@ -46,12 +46,12 @@ logger = logging.getLogger(__name__)
 
 Template = Mapping[str, Mapping[str, "TensorTemplate"]]
 Scalars = dict[tuple[Tensor, str], dict[str, Tensor]]
-"""(what is stepped, key) -> canonical name -> a number that is loaded for it."""
+"""(stepped tensor, key) -> canonical name -> a number that is loaded for it."""
 _STREAM = "megatron:"
 
 
 class MegatronState:
-    """Each rank's part of the state, as views of what megatron-core steps.
+    """Each rank's part of the state, as views of the tensors that megatron-core steps.
 
     Nothing is gathered.
     """
@@ -85,7 +85,7 @@ class MegatronState:
 
     @implements(hooks.optimizer_state)
     def optimizer_state(self, unit: Unit, optimizer: Optimizer) -> OptimizerState:
-        """By parameter of the user's model what is kept by tensor of megatron-core's."""
+        """Return megatron-core's state by the parameters of the user's model."""
         refuse_own_state(optimizer)
         loading = self._loading.get(unit, {})
         shapes = {name: tuple(each.shape) for name, each in unit.named_parameters().items()}
@@ -190,7 +190,7 @@ class MegatronState:
 
     @implements(hooks.save_state)
     def save_state(self, unit: Unit) -> Mapping[str, Entry]:
-        """Return the loss scale, where there is one."""
+        """Return the loss scale, if there is one."""
         scaler = self._scaler(unit)
         return {} if scaler is None else {"loss_scale": Entry(value=_plain(scaler.state_dict()))}
 
@@ -216,7 +216,7 @@ class MegatronState:
 
     @implements(hooks.random_streams)
     def random_streams(self) -> Mapping[str, RandomStream]:
-        """megatron-core's own streams: what ranks that split a layer draw apart."""
+        """megatron-core's own streams, by which ranks that split a layer draw differently."""
         if not self.engines:
             return {}
         from megatron.core.tensor_parallel import get_cuda_rng_tracker

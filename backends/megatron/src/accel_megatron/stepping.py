@@ -27,7 +27,7 @@ __all__ = ["Stepper", "why_unsupported"]
 
 _KINDS: Final = {torch.optim.AdamW: "adam", torch.optim.Adam: "adam", torch.optim.SGD: "sgd"}
 _HOW: Final = ("foreach", "fused", "capturable", "differentiable")
-"""Hyperparameters that say how a step is computed, not what."""
+"""Hyperparameters that choose an implementation, with the same result."""
 _GROUP: Final = "accel_group"
 _REDUCED: Final = (
     "megatron: the last clip, unscale or step has reduced the gradients; they are not cleared since, and"
@@ -130,21 +130,21 @@ class Stepper:
             self.inner = get_megatron_optimizer(config, self.chunks.run, overrides)
         if not _has_own(self.user_optimizer):
             for each in self.inner_optimizers():
-                groups = [
+                own = [
                     {**group, **self.user_optimizer.param_groups[group[_GROUP]], "params": group["params"]}
                     for group in each.optimizer.param_groups
                 ]
-                each.optimizer = optimizer_like(self.user_optimizer, groups)
+                each.optimizer = optimizer_like(self.user_optimizer, own)
         if plugin.other_megatron_args.get("loss_scale") or config.fp16:
             self.chunks.config.grad_scale_func = self.inner.scale_loss
 
     def follow(self) -> None:
-        """Take over what the groups of the user's optimizer say now."""
+        """Copy the hyperparameters of the user's groups to megatron-core's groups."""
         for group in self.inner.param_groups:
             group.update(_hyperparameters(self.user_optimizer.param_groups[group[_GROUP]]))
 
     def lead(self) -> None:
-        """Give the groups of the user's optimizer what those of megatron-core's say now."""
+        """Copy learning rates and weight decays of megatron-core's groups to the user's."""
         for group in self.inner.param_groups:
             mine = self.user_optimizer.param_groups[group[_GROUP]]
             mine |= {key: group[key] for key in ("lr", "weight_decay") if key in group}
@@ -158,7 +158,7 @@ class Stepper:
     def reduce(self) -> None:
         """Average gradients over the ranks that have these weights. Collective.
 
-        A rank without a backward adds zeros, which megatron-core refuses where it reduces during backward.
+        A rank without a backward adds zeros, which megatron-core refuses if it reduces during backward.
         """
         from megatron.core.distributed import finalize_model_grads
 
@@ -249,7 +249,7 @@ class Stepper:
                 )
 
     def refresh(self) -> None:
-        """Have forward compute with what the optimizer steps. Collective."""
+        """Make forward's weights from the stepped tensors. Collective."""
         for inner_optimizer in self.inner_optimizers():
             if hasattr(inner_optimizer, "_copy_main_params_to_model_params"):
                 inner_optimizer._copy_main_params_to_model_params()
@@ -310,7 +310,7 @@ def _step_from_loaded(model: nn.Module, _: Any) -> None:
 
 
 _STEPPERS: Final[WeakKeyDictionary[nn.Module, weakref.ref[Stepper]]] = WeakKeyDictionary()
-"""Model that runs whole -> what steps it. Not in the model, which may be copied."""
+"""Model that runs whole -> its stepper. Not in the model, which may be copied."""
 
 
 def _hashable(value: Any) -> Any:

@@ -75,7 +75,7 @@ class Megatron(MegatronState):
     def mesh_dims(self, config: RunConfig, world: World) -> Sequence[MeshDim]:
         """In megatron-core's own order of ranks.
 
-        Experts are spread over those that read different data.
+        Experts are spread over the ranks that read different data.
         """
         mine = self.config
         return [
@@ -217,7 +217,7 @@ class Megatron(MegatronState):
     ) -> StepOutput:
         """Run the schedule over one window. Collective.
 
-        All ranks get the loss; those of the last stage also what `forward_loss` gave.
+        All ranks get the loss; the last stage also gets the outputs of `forward_loss`.
 
         `microbatches` None: as many as one step of a loop over model(**batch) has.
         """

@@ -1,4 +1,4 @@
-"""Any model, where each rank has all of it.
+"""Any model that each rank has as a whole.
 
 Its own forward, megatron-core's gradients and step.
 """
@@ -85,7 +85,7 @@ class Whole(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Of those names."""
+        """Load a state with the user's names."""
         return self.inner.load_state_dict(state_dict, strict, assign)
 
 

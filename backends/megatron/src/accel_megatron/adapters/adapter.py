@@ -22,7 +22,7 @@ __all__ = ["LABELS", "Adapter", "Causal"]
 
 
 LABELS: Final = ("labels", "shift_labels")
-"""Inputs of a loss; the second ones are those of the following tokens."""
+"""Inputs of a loss; the second name is for labels of the following tokens."""
 
 
 _BEFORE: Final = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1": "pre_mlp_layernorm"}
@@ -39,7 +39,7 @@ class Adapter(ABC):
     layer: ClassVar[str]
     """Name of the layers, without their number."""
     parts: ClassVar[Mapping[str, str]]
-    """Module of a layer there -> here; where several are one there, their names."""
+    """Module of a layer in megatron-core -> in the user's model; several names for a fused module."""
     transposed: ClassVar[bool] = False
     """True if weights of linear layers are (in, out)."""
     splits_sequences = True
@@ -51,7 +51,7 @@ class Adapter(ABC):
     @staticmethod
     @abstractmethod
     def unsupported(hf: Any) -> Mapping[str, bool]:
-        """Map settings that megatron-core cannot follow to True where the model has them."""
+        """Map settings that megatron-core cannot follow to True if the model has them."""
 
     @classmethod
     def unsupported_setting(cls, hf: Any) -> str | None:
@@ -79,7 +79,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def settings(self) -> Mapping[str, Any]:
-        """Arguments of TransformerConfig that say what is computed."""
+        """Arguments of TransformerConfig that define the computation."""
 
     @abstractmethod
     def chunk(self, config: Any, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> nn.Module:
@@ -115,9 +115,9 @@ class Adapter(ABC):
 
     @abstractmethod
     def call(self, chunk: nn.Module, inputs: Mapping[str, Any], *, last: bool, logits: bool) -> Any:
-        """Return the model's own output, where the chunk is the `last`.
+        """Return the model's own output if the chunk is the `last`.
 
-        Else what goes to the next.
+        Otherwise return the activation for the next chunk.
         """
 
     def words(self, name: str, tensor: Tensor, part: Part) -> Piece:
@@ -131,7 +131,7 @@ class Adapter(ABC):
         return self.make_output(loss, losses.whole(found, self.hf_config.vocab_size) if asked else None)
 
     def compute_loss(self, output: Any, inputs: Mapping[str, Any]) -> tuple[Tensor | None, Tensor | None]:
-        """(loss, logits) of what the model gave for a micro-batch."""
+        """Return (loss, logits) of the model's output for a micro-batch."""
         return output.loss, output.logits
 
     def make_output(self, loss: Tensor | None, logits: Tensor | None) -> Any:

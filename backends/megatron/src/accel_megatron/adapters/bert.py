@@ -1,4 +1,4 @@
-"""BERT, whose norms stand behind what megatron-core has them before."""
+"""BERT, whose norms come after the blocks; megatron-core's come before."""
 
 from __future__ import annotations
 
