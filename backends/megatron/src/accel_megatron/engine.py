@@ -30,7 +30,7 @@ ForwardLoss = Callable[[Any, Any], tuple[Tensor, Any]]
 
 
 class _ChunkExit(BaseException):
-    """Leaves the user's `forward_loss` in a pipeline stage that has no loss, with the stage's activation.
+    """Exit from the user's `forward_loss` in a stage that has no loss, with the stage's activation.
 
     The function goes on after `model(**batch)` with a loss, which only the last stage can compute. A
     BaseException, so that an `except Exception` of the user's function does not catch it.
@@ -51,7 +51,7 @@ class _KnownGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, anchor: Tensor, engine: Engine) -> Tensor:  # noqa: ARG004
-        """anchor: any tensor that requires a gradient; without one autograd would skip backward."""
+        """Copy the loss; autograd calls backward because `anchor` requires a gradient."""
         ctx.engine = engine
         return loss.clone()
 
