@@ -107,7 +107,7 @@ class Gradients:
     @property
     def scale(self) -> float:
         """The factor of the loss, and so of the gradients, until the step divides by it."""
-        # BF16_Optimizer has loss_scale None: its loss is not scaled.
+        # Optimizers that do not scale have no such attribute, or None.
         return float(getattr(self.optimizer, "loss_scale", None) or 1.0)
 
     def reduce(self) -> None:
