@@ -64,7 +64,9 @@ def _core_sections() -> list[tuple[str, str, type | None]]:
     """Return (name, summary, class) of core's sections."""
     from accel_core.config.sections import CORE
 
-    return [(name, (cls.__doc__ or "").partition(" Section")[0], cls) for name, cls in CORE.items() if cls]
+    sizes = ("parallelism", "Number of ranks along each dimension.", None)
+    core = [(name, (cls.__doc__ or "").partition(" Section")[0], cls) for name, cls in CORE.items() if cls]
+    return [sizes, *core]
 
 
 def _value(option: Option) -> str:
@@ -110,7 +112,7 @@ def _own_flags() -> list[click.Parameter]:
 
     top = {name: it for name, it in options_of(RunConfig).items() if it.help}
     options = {f"launch.{name}": it for name, it in options_of(LaunchConfig).items()} | top
-    del options["strategies"]
+    del options["strategies"], options["parallelism"]
     return [
         click.Option(
             ["-n"] * path.endswith("processes_per_node")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from accel_core import Accelerator
-    from accel_megatron.config import MegatronLMPlugin
+    from accel_megatron.config import Sized
 
 __all__ = ["build_model", "indexed_loaders", "plugin_of", "reconfigure", "transformer_config"]
 
@@ -98,7 +98,7 @@ def plugin_of(accelerator: Accelerator) -> Any:
     raise ConfigError(f"the strategy of this run is {accelerator.run.stack.default}\nset strategy: megatron")
 
 
-def reconfigure(accelerator: Accelerator, **options: Any) -> MegatronLMPlugin:
+def reconfigure(accelerator: Accelerator, **options: Any) -> Sized:
     """Set options before a model is prepared.
 
     Any but the degrees, by which the ranks are divided already.
@@ -109,7 +109,7 @@ def reconfigure(accelerator: Accelerator, **options: Any) -> MegatronLMPlugin:
         ConfigError: a degree was given, a value is refused, or it is too late.
     """
     plugin = plugin_of(accelerator)
-    changed: MegatronLMPlugin = evolve(plugin.config, **options)
+    changed: Sized = evolve(plugin.config, **options)
     if library.Layout.of(changed, None) != library.Layout.of(plugin.config, None):
         raise ConfigError(
             f"megatron: the run has divided its ranks into {library.Layout.of(plugin.config, None)}"
@@ -152,7 +152,7 @@ def indexed_loaders(
         num_workers: of each DataLoader.
         options: others of `indexed_datasets`.
     """
-    config: MegatronLMPlugin = plugin_of(accelerator).config
+    config: Sized = plugin_of(accelerator).config
     rows, readers = micro_batch_size * config.micro_batches, accelerator.run.topology.readers
     counts = _counts(config, rows * readers)
     datasets = _datasets(config, counts, data_path, options)
@@ -183,7 +183,7 @@ def indexed_loaders(
 
 
 def _datasets(
-    config: MegatronLMPlugin,
+    config: Sized,
     counts: tuple[int, int, int],
     data_path: str | Sequence[str],
     options: Mapping[str, Any],
@@ -205,7 +205,7 @@ def _datasets(
     return datasets
 
 
-def _counts(config: MegatronLMPlugin, batch: int) -> tuple[int, int, int]:
+def _counts(config: Sized, batch: int) -> tuple[int, int, int]:
     """Return Megatron-LM's numbers of samples to train, validate and test on.
 
     `batch`: of all ranks.
