@@ -26,9 +26,9 @@ RESERVED: Final[Mapping[str, tuple[int, Splits]]] = {
     "pp": (100, "model"),
     "dp_replicate": (200, "samples"),
     "dp_shard": (300, "samples"),
-    "ep": (350, "samples"),
+    "ep": (310, "samples"),
     "cp": (400, "tokens"),
-    "sp": (450, "tokens"),
+    "sp": (410, "tokens"),
     "tp": (500, "model"),
 }
 """Name of a dimension -> its position and its split."""
@@ -39,7 +39,7 @@ class MeshDim:
     """One dimension of a device mesh.
 
     Reserved names have a position and a split: pp 100 model, dp_replicate 200 samples, dp_shard 300 samples,
-    ep 350 samples, cp 400 tokens, sp 450 tokens, tp 500 model (same activations). Any other name must give
+    ep 310 samples, cp 400 tokens, sp 410 tokens, tp 500 model (same activations). Any other name must give
     both.
 
     Attributes:
