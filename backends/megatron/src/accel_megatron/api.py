@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader
 from accel_core import ConfigError
 from accel_megatron import building, library, settings
 from accel_megatron.building import Chunks
+from accel_megatron.checks import of_world
+from accel_megatron.config import SPELLINGS
 from accel_megatron.datasets import ResumableSampler, indexed_datasets
 from accel_megatron.native import NativeModel, _all, _pieces, _placeholder
 from accel_megatron.shard_map import Piece
@@ -101,21 +103,22 @@ def plugin_of(accelerator: Accelerator) -> Any:
 def reconfigure(accelerator: Accelerator, **options: Any) -> Sized:
     """Set options before a model is prepared.
 
-    Any but the degrees, by which the ranks are divided already.
+    Any but the sizes, by which the ranks are divided already.
 
     For libraries that learn them late. Gives all of the run's. Those of `indexed_loaders` may come later.
 
     Raises:
-        ConfigError: a degree was given, a value is refused, or it is too late.
+        ConfigError: another size was given, a value is refused, or it is too late.
     """
     plugin = plugin_of(accelerator)
+    for name, dimension in SPELLINGS.items():
+        size, asked = getattr(plugin.config, dimension, 1), options.get(name)
+        if asked not in (None, size):
+            raise ConfigError(
+                f"megatron.{name} is {asked}, and the run has divided its ranks with parallelism.{dimension}"
+                f" {size} already\ngive sizes to the Accelerator when it is made"
+            )
     changed: Sized = evolve(plugin.config, **options)
-    if library.Layout.of(changed, None) != library.Layout.of(plugin.config, None):
-        raise ConfigError(
-            f"megatron: the run has divided its ranks into {library.Layout.of(plugin.config, None)}"
-            f" already, not into {library.Layout.of(changed, None)}\n"
-            "give degrees to the Accelerator when it is made"
-        )
     before, after = asdict(plugin.config, recurse=False), asdict(changed, recurse=False)
     late = [name for name in after if after[name] != before[name] and name not in _LATE]
     if late and plugin.engines:
@@ -123,7 +126,8 @@ def reconfigure(accelerator: Accelerator, **options: Any) -> Sized:
             f"megatron.{late[0]}: a model is prepared already, with {before[late[0]]!r}, not"
             f" {after[late[0]]!r}\nset it before, or when the Accelerator is made"
         )
-    if reasons := list(settings.refuse_unknown(changed)):
+    reasons = [*of_world(changed, accelerator.run.world), *settings.refuse_unknown(changed)]
+    if reasons:
         raise ConfigError(reasons[0])
     plugin.config = changed
     return changed

@@ -10,7 +10,7 @@ from attrs import fields, frozen
 
 from accel_core import KwargsHandler, option
 
-__all__ = ["MegatronLMPlugin", "Sized"]
+__all__ = ["SPELLINGS", "MegatronLMPlugin", "Sized"]
 
 
 def _filled(kind: type) -> Callable[[Any], Any]:
@@ -18,8 +18,18 @@ def _filled(kind: type) -> Callable[[Any], Any]:
     return lambda value: kind(value or ())
 
 
-def _size(dimension: str) -> Any:
-    """Declare Megatron-LM's name of a dimension, for Python; files and flags write section `parallelism`."""
+SPELLINGS: Final[Mapping[str, str]] = {
+    "tp_degree": "tp",
+    "pp_degree": "pp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+}
+"""Megatron-LM's name of a size -> dimension of section `parallelism`."""
+
+
+def _size(name: str) -> Any:
+    """Declare Megatron-LM's name of a size, for Python; files and flags write section `parallelism`."""
+    dimension = SPELLINGS[name]
     spelling = f"Another spelling of parallelism.{dimension}."
     return option(None, python_only=True, dimension=dimension, help=spelling)
 
@@ -28,10 +38,10 @@ def _size(dimension: str) -> Any:
 class MegatronLMPlugin(KwargsHandler):
     """Options of splitting, scheduling and stepping models. Section `megatron`."""
 
-    tp_degree: int | None = _size("tp")
-    pp_degree: int | None = _size("pp")
-    context_parallel_size: int | None = _size("cp")
-    expert_model_parallel_size: int | None = _size("ep")
+    tp_degree: int | None = _size("tp_degree")
+    pp_degree: int | None = _size("pp_degree")
+    context_parallel_size: int | None = _size("context_parallel_size")
+    expert_model_parallel_size: int | None = _size("expert_model_parallel_size")
     num_micro_batches: int | None = option(
         None,
         minimum=1,
