@@ -315,6 +315,17 @@ def test_a_batch_that_not_all_ranks_have_is_refused_and_does_not_hang(
     assert "not all of 2 readers have this batch" in said
 
 
+@pytest.mark.parametrize("name", ["dp_replicate", "dp_shard", "pp", "ep"])
+def test_a_size_in_section_fsdp_is_an_error_that_names_section_parallelism(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "accel.yaml").write_text(f"strategy: fsdp\nfsdp: {{{name}_size: 2}}\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(ConfigError, match=f"fsdp.{name}_size: unknown key; did you mean parallelism.{name}"):
+        Accelerator(cpu=True)
+
+
 def test_the_options_of_the_readme_are_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_processes
 ) -> None:
