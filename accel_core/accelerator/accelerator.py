@@ -8,6 +8,7 @@ import operator
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from accel_core.accelerator.checkpointing import States
@@ -154,7 +155,7 @@ class Accelerator(Ranks, Training, States):
         """The configured precision: "no", "fp16", "bf16", ..."""
         return self.run.config.mixed_precision
 
-    @property
+    @cached_property
     def parallelism_config(self) -> ParallelismConfig:
         """The number of ranks along each dimension, with -1 replaced by the ranks that were left."""
         mesh = self.run.mesh
