@@ -37,11 +37,11 @@ class ParallelismConfig(Mapping[str, int]):
         for word, size in sizes.items():
             name = word.removesuffix("_size")
             if problem := unknown_dimension(name, discover()) or wrong_size(size):
-                raise ConfigError(f"ParallelismConfig({word}={size!r}): {problem}")
+                raise ConfigError(f"ParallelismConfig({word}={size!r}): {problem}\ncorrect this argument")
             if self._sizes.setdefault(name, size) != size:
                 raise ConfigError(f"ParallelismConfig({name}=..., {name}_size=...) differ\ngive one of them")
         if problem := two_open(self._sizes):
-            raise ConfigError(f"ParallelismConfig: {problem}")
+            raise ConfigError(f"ParallelismConfig: {problem}\ngive all sizes but one, or leave one out")
 
     def __getitem__(self, name: str) -> int:
         return self._sizes[name]

@@ -50,8 +50,8 @@ class MeshDim:
             the same samples and have the same loss.
         same_activations: ranks along it hold the same activations between layers, and so must draw the same
             random numbers for them (dropout); along all other dimensions ranks draw different numbers.
-        within: name of the dimension whose ranks this one divides further. It is then no factor of the world,
-            because the other's size counts both; in a mesh, the other has the quotient of the sizes.
+        within: name of the dimension whose ranks this one divides further. It is then not a factor of the
+            world, because the other's size counts both; in a mesh, the other has the quotient of the sizes.
     """
 
     name: str
@@ -118,8 +118,8 @@ def arrange(dims: Iterable[MeshDim], ranks: int) -> tuple[MeshDim, ...]:
             sizes[dim.name] = size = whole if dim.size == -1 else dim.size
             if whole % size:
                 raise ConfigError(
-                    f"{dim.name} {size} does not divide the {whole} rank(s) of {dim.within}; it is no factor"
-                    f" of the world\nset {dim.within} to a multiple of {size}, such as"
+                    f"{dim.name} {size} does not divide the {whole} rank(s) of {dim.within}; it is not a"
+                    f" factor of the world\nset {dim.within} to a multiple of {size}, such as"
                     f" {dim.within}: {whole * size}, {dim.name}: {size}"
                 )
             sizes[dim.within] = whole // size
@@ -137,8 +137,8 @@ def _refusal(order: Sequence[MeshDim], fixed: int, ranks: int, inner: Sequence[M
         whole = next((it.size for it in order if it.name == dim.within), 1)
         if fixed * dim.size == ranks and whole != -1:
             return ConfigError(
-                f"the mesh {factors} = {fixed}, world {ranks}: {dim.name} {dim.size} is no factor, it divides"
-                f" {dim.within}\nset {dim.within}: {whole * dim.size}, {dim.name}: {dim.size}"
+                f"the mesh {factors} = {fixed}, world {ranks}: {dim.name} {dim.size} is not a factor, it"
+                f" divides {dim.within}\nset {dim.within}: {whole * dim.size}, {dim.name}: {dim.size}"
             )
     return ConfigError(
         f"the mesh {factors} = {fixed}{' × the rest' if '-1' in factors else ''}, world {ranks}\n"

@@ -41,7 +41,7 @@ FSDP = Card(
         "dp_replicate": "Replicated data parallelism (HSDP): copies of the sharded model; unset: 1.",
         "dp_shard": "Fully sharded data parallelism (FSDP): ranks that share a copy; unset: all left.",
         "pp": "Pipeline parallelism: stages that the layers are spread over.",
-        "ep": "Expert parallelism: ranks of dp_shard that experts are spread over; no factor of the world.",
+        "ep": "Expert parallelism: ranks of dp_shard that share experts; not a factor of the world.",
     },
     config="accel_fsdp.config:FullyShardedDataParallelPlugin",
     implementation="accel_fsdp.strategy:strategy",

@@ -32,7 +32,7 @@ MEGATRON = Card(
     dimensions={
         "tp": "Tensor parallelism: ranks that a layer is split over.",
         "pp": "Pipeline parallelism: stages that the layers are spread over.",
-        "ep": "Expert parallelism: ranks of other data that experts are spread over; no factor of the world.",
+        "ep": "Expert parallelism: ranks of other data that share experts; not a factor of the world.",
         "dp_replicate": "Replicated data parallelism: copies of the model; unset: all ranks that are left.",
     },
     config="accel_megatron.config:MegatronLMPlugin",

@@ -27,21 +27,22 @@ SPELLINGS: Final[Mapping[str, str]] = {
 """Megatron-LM's name of a size -> dimension of section `parallelism`."""
 
 
-def _size(name: str) -> Any:
-    """Declare Megatron-LM's name of a size, for Python; files and flags write section `parallelism`."""
-    dimension = SPELLINGS[name]
-    spelling = f"Another spelling of parallelism.{dimension}."
-    return option(None, python_only=True, dimension=dimension, help=spelling)
-
-
 @frozen(kw_only=True)
 class MegatronLMPlugin(KwargsHandler):
     """Options of splitting, scheduling and stepping models. Section `megatron`."""
 
-    tp_degree: int | None = _size("tp_degree")
-    pp_degree: int | None = _size("pp_degree")
-    context_parallel_size: int | None = _size("context_parallel_size")
-    expert_model_parallel_size: int | None = _size("expert_model_parallel_size")
+    tp_degree: int | None = option(
+        None, python_only=True, dimension="tp", help="Another spelling of parallelism.tp."
+    )
+    pp_degree: int | None = option(
+        None, python_only=True, dimension="pp", help="Another spelling of parallelism.pp."
+    )
+    context_parallel_size: int | None = option(
+        None, python_only=True, dimension="cp", help="Another spelling of parallelism.cp."
+    )
+    expert_model_parallel_size: int | None = option(
+        None, python_only=True, dimension="ep", help="Another spelling of parallelism.ep."
+    )
     num_micro_batches: int | None = option(
         None,
         minimum=1,
