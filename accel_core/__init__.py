@@ -17,6 +17,7 @@ _PUBLIC: Final = {
     "checkpoint.stored_weights": "stored_weights weights_of_unit",
     "checkpoint.defaults": "refuse_own_state",
     "checkpoint.weight_files": "weights_in write_weights",
+    "config.parallelism": "ParallelismConfig",
     "contract": "hooks",
     "contract.bound": "merge no_op",
     "contract.card": "API_VERSION CAPABILITIES Card check_name",

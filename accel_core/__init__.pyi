@@ -14,6 +14,7 @@ from accel_core.checkpoint.stored_weights import weights_of_unit as weights_of_u
 from accel_core.checkpoint.defaults import refuse_own_state as refuse_own_state
 from accel_core.checkpoint.weight_files import weights_in as weights_in
 from accel_core.checkpoint.weight_files import write_weights as write_weights
+from accel_core.config.parallelism import ParallelismConfig as ParallelismConfig
 from accel_core.contract import hooks as hooks
 from accel_core.contract.bound import merge as merge
 from accel_core.contract.bound import no_op as no_op

@@ -62,7 +62,7 @@ def build(case: str, loop: str) -> Callable[[], Any]:
     """Return what trains one window."""
     grid, compiled = GRIDS[case.removesuffix(COMPILED)], case.endswith(COMPILED)
     if "cp" in grid:
-        sys.path.insert(0, str(HERE.parent / "contrib" / "context-parallel" / "tests"))
+        sys.path.insert(0, str(HERE.parent / "backends" / "context-parallel" / "tests"))
         import cp_traffic as loops
 
         loops.PATIENCE = PATIENCE

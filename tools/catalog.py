@@ -39,8 +39,8 @@ def rows(member: Path) -> list[dict[str, Any]]:
                 row = {"name": name, "slot": group.removeprefix(GROUP), "distribution": project["name"]}
                 row["folder"] = member.relative_to(ROOT).as_posix()
                 card = _resolve(target)
-                also = {"also": list(card.also)} if card.also else {}
-                found.append({**row, **also})
+                listed = {"also": list(card.also), "dimensions": list(card.dimensions)}
+                found.append({**row, **{name: words for name, words in listed.items() if words}})
     return found
 
 

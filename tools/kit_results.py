@@ -27,11 +27,12 @@ TABLE = re.compile(re.escape(HEAD) + r"((?:\|.*\n)*)")
 NOT_RUN = (
     ("* + deepspeed", LEVELS, "needs the vendor library"),
     ("xla*", ("processes",), "XLA's CPU device serves one process"),
-    ("*size *", LEVELS[:3], "needs more than one process"),
+    ("[!m]*, ?p *", LEVELS[:3], "needs more than one process"),
+    ("[!m]*, dp_replicate *", LEVELS[:3], "needs more than one process"),
     ("*, *", LEVELS[:2], "same as without options"),
     ("megatron + fp8-te, *", ("training",), "no loop by hand has megatron-core's float8 layers"),
-    ("*_degree *", ("training",), "its ranks hold different parts of a model"),
-    ("*_degree *", LEVELS[3:], "tested with both degrees"),
+    ("megatron, ?p *", ("training",), "its ranks hold different parts of a model"),
+    ("megatron, ?p *", LEVELS[3:], "tested with both sizes"),
     ("* + *", ("packaging", "device", "checkpoints"), "its parts are tested alone"),
 )
 """(stacks, levels, why): checks that the kit leaves out. The first row that fits counts."""
@@ -65,7 +66,8 @@ def reported(files: Iterable[Path]) -> dict[str, Row]:
 
 def _set(settings: Mapping[str, str]) -> str:
     """List the options that make a row of its own: all but plans and derived sizes."""
-    follows = {path for path, value in settings.items() if path.endswith("_size") and value in ("1", "-1")}
+    sizes = [path for path in settings if path.startswith("parallelism.")]
+    follows = [path for path in sizes if settings[path] in ("1", "-1")]
     told = [
         f"{path.rpartition('.')[2]} {value}"
         for path, value in settings.items()

@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SPECS = Path("accel_core/contract/hooks")
 ROLES = ("heart", "prepare", "device", "launcher", "observer")
 MARK = re.compile(r"spec\('(\w+)'(?:, (\w+))?(, per_step=True)?\)")
+_FACTS = ("name", "slot", "dimensions")
 DIFF = re.compile(r"(?<=\n```diff\n).*?(?=^```$)", re.DOTALL | re.MULTILINE)
 
 
@@ -183,7 +184,9 @@ def _described(name: str, node: ast.stmt | None) -> Iterator[str]:
 
 def _options(root: Path) -> Iterator[str]:
     """Write a table for each config class: option, type, default, help."""
-    yield from ("## Options", "")
+    yield from ("## Options", "", "### Section parallelism", "")
+    yield "The number of ranks along each dimension; -1 for one of them: the ranks that the others leave."
+    yield from ("", "| dimension | of | |", "|---|---|---|", *_dimensions(root), "")
     files = [root / "accel_core/contract/config.py"]
     files += sorted(
         file
@@ -212,6 +215,15 @@ def _options(root: Path) -> Iterator[str]:
                     (ast.get_docstring(cls) or "").partition("\n\n")[0],
                 )
                 yield from ("", "| option | type | default | |", "|---|---|---|---|", *rows, "")
+
+
+def _dimensions(root: Path) -> Iterator[str]:
+    """Write a row for each dimension that a card declares."""
+    for file in sorted(root.glob("*/*/src/*/card.py")):
+        for call in (node for node in ast.walk(_module(file)) if isinstance(node, ast.Call)):
+            facts = {it.arg: ast.literal_eval(it.value) for it in call.keywords if it.arg in _FACTS}
+            for name, about in facts.get("dimensions", {}).items():
+                yield f"| `{name}` | {facts['slot']} `{facts['name']}` | {about} |"
 
 
 def _package(file: Path, root: Path) -> str:

@@ -8,15 +8,18 @@ import operator
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from accel_core.accelerator.checkpointing import States
 from accel_core.accelerator.processes import Ranks
 from accel_core.accelerator.training import Training
+from accel_core.config.parallelism import ParallelismConfig, dimensions
 from accel_core.contract.arguments import quoted
 from accel_core.contract.config import DataLoaderConfiguration
 from accel_core.contract.options import options_of
 from accel_core.errors import ConfigError
+from accel_core.plugins.discovery import discover
 from accel_core.runtime.run import Run
 from accel_core.runtime.tracking import split_trackers
 from accel_core.training.accumulation import Accumulation
@@ -64,6 +67,7 @@ class Accelerator(Ranks, Training, States):
         dynamo_plugin: more options of compilation.
         device: a device plugin or a torch device type.
         strategy: a strategy plugin, or a name from `strategies` of the config.
+        parallelism_config: number of ranks along each dimension, such as `ParallelismConfig(tp=2)`.
         strategies: name -> `plugin` and its options, or a config object. `prepare(..., strategy=name)`
             selects a strategy by this name.
         plugins: config objects, as kwargs_handlers. The object of a strategy or an extension also selects
@@ -99,6 +103,7 @@ class Accelerator(Ranks, Training, States):
         *,
         device: str | None = None,
         strategy: str | None = None,
+        parallelism_config: ParallelismConfig | None = None,
         strategies: Mapping[str, object] | None = None,
         plugins: Sequence[object] = (),
         presets: Mapping[str, tuple[object, str]] | None = None,
@@ -121,6 +126,7 @@ class Accelerator(Ranks, Training, States):
             "step_scheduler_with_optimizer": step_scheduler_with_optimizer,
             "strategy": strategy,
             "strategies": strategies,
+            "parallelism": parallelism_config,
         }
         python = {path: value for path, value in settings.items() if value is not None}
         sections = (dataloader_config, project_config, gradient_accumulation_plugin, dynamo_plugin)
@@ -148,6 +154,13 @@ class Accelerator(Ranks, Training, States):
     def mixed_precision(self) -> str:
         """The configured precision: "no", "fp16", "bf16", ..."""
         return self.run.config.mixed_precision
+
+    @cached_property
+    def parallelism_config(self) -> ParallelismConfig:
+        """The number of ranks along each dimension, with -1 replaced by the ranks that were left."""
+        mesh = self.run.mesh
+        names = dimensions(discover()).keys() & set(mesh.names() if mesh else ())
+        return ParallelismConfig(**{name: mesh.total(name) for name in sorted(names) if mesh})
 
     @property
     def gradient_accumulation_steps(self) -> int:

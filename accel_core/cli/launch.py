@@ -64,7 +64,9 @@ def _core_sections() -> list[tuple[str, str, type | None]]:
     """Return (name, summary, class) of core's sections."""
     from accel_core.config.sections import CORE
 
-    return [(name, (cls.__doc__ or "").partition(" Section")[0], cls) for name, cls in CORE.items() if cls]
+    sizes = ("parallelism", "Number of ranks along each dimension.", None)
+    core = [(name, (cls.__doc__ or "").partition(" Section")[0], cls) for name, cls in CORE.items() if cls]
+    return [sizes, *core]
 
 
 def _value(option: Option) -> str:
@@ -83,20 +85,25 @@ def _show_all(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     """Print the options of core and of plugins that can run here, and the other plugins with the reason."""
     if not wanted:
         return
+    from accel_core.config.parallelism import SECTION, about, dimensions
     from accel_core.config.sections import load_class
     from accel_core.plugins.discovery import discover
 
-    sections, absent = _core_sections(), list[tuple[str, str]]()
-    for record in discover().records:
+    sections, absent, found = _core_sections(), list[tuple[str, str]](), discover()
+    for record in found.records:
         if record.card and record.card.config and record.status == "available":
             sections.append((record.name, record.card.summary, load_class(record)))
         elif record.card and record.card.config:
             absent.append((f"--{record.name}.OPTION", record.reason))
     formatter = ctx.make_formatter()
-    for name, about, cls in sections:
+    for name, summary, cls in sections:
         options = [it for it in options_of(cls).values() if not it.python_only] if cls else []
         rows = [(f"--{name}.{it.name} {_value(it)}", it.sentence) for it in options]
-        with formatter.section(f"{name}: {about.rstrip('.')}"):
+        if name == SECTION:
+            rows = [
+                (f"--{name}.{each} INT", about(each, them[0])) for each, them in dimensions(found).items()
+            ]
+        with formatter.section(f"{name}: {summary.rstrip('.')}"):
             formatter.write_dl(rows or [("none", "")])
     with formatter.section("Plugins that cannot run here"):
         formatter.write_dl(absent or [("none", "")])
@@ -110,7 +117,7 @@ def _own_flags() -> list[click.Parameter]:
 
     top = {name: it for name, it in options_of(RunConfig).items() if it.help}
     options = {f"launch.{name}": it for name, it in options_of(LaunchConfig).items()} | top
-    del options["strategies"]
+    del options["strategies"], options["parallelism"]
     return [
         click.Option(
             ["-n"] * path.endswith("processes_per_node")

@@ -7,6 +7,7 @@ from typing import Any
 from attrs import NOTHING
 
 from accel_core.config.convert import plain, schema
+from accel_core.config.parallelism import SECTION, about, dimensions
 from accel_core.config.sections import CORE, Sections
 from accel_core.contract.config import RunConfig
 from accel_core.contract.options import Option, options_of
@@ -16,8 +17,15 @@ def whole_schema(sections: Sections) -> dict[str, Any]:
     """Return the schema of a file, with a section for each plugin that has options."""
     whole = class_schema(RunConfig)
     del whole["properties"]["plugins"]
+    whole["properties"][SECTION] |= {"properties": _sizes(sections), "additionalProperties": False}
     whole["properties"] |= {name: class_schema(cls) for name, cls in sections.all() if name not in CORE}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **whole}
+
+
+def _sizes(sections: Sections) -> dict[str, Any]:
+    """Return dimension -> the schema of its size."""
+    owners = {name: records[0] for name, records in dimensions(sections.discovery).items()}
+    return {name: {"type": "integer", "description": about(name, it)} for name, it in owners.items()}
 
 
 def class_schema(cls: type) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from attrs import NOTHING, frozen
 
-from accel_core.config import sources
+from accel_core.config import parallelism, sources
 from accel_core.config.convert import flat, plain
 from accel_core.config.sections import CORE, Sections, load_class, misspelt_variables
 from accel_core.config.sources import (
@@ -240,8 +240,20 @@ class _Builder:
         for path, setting in self.table.settings.items():
             if path[0] == "strategies":
                 options[path[1]][dotted(path[2:])] = setting.value
-        config: RunConfig = self.build(RunConfig, (), strategies=options, plugins=plugins)
+        sizes = self._sizes()
+        config: RunConfig = self.build(RunConfig, (), strategies=options, plugins=plugins, parallelism=sizes)
         return config
+
+    def _sizes(self) -> Mapping[str, int]:
+        """Return the sizes of section `parallelism`."""
+        given = {path: it for path, it in self.table.settings.items() if path[0] == parallelism.SECTION}
+        for path, setting in given.items():
+            if problem := parallelism.wrong_size(setting.value):
+                self.problems.append(ConfigProblem(setting.origin, path, problem))
+        sizes = {path[1]: setting.value for path, setting in given.items()}
+        if problem := parallelism.two_open(sizes):
+            self._refuse((parallelism.SECTION,), problem, (parallelism.SECTION,))
+        return sizes
 
     def build(self, cls: type, path: Path, **values: Any) -> Any:
         """Build a section's object, or return the object that Python passed if it has these values."""

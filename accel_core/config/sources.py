@@ -111,7 +111,7 @@ def from_python(python: Mapping[str, object], objects: Sequence[object]) -> Iter
     """Yield the settings of dotted path -> argument of `Accelerator`, and config objects without a path."""
     for name, value in python.items():
         path = tuple(name.split("."))
-        argument = "strategies" if path[0] == "strategies" else path[-1]
+        argument = {"strategies": "strategies", "parallelism": "parallelism_config"}.get(path[0], path[-1])
         yield Setting(path, value, Origin("python", f"Accelerator({argument}=...)"))
     for config in objects:
         yield Setting((), config, Origin("python", f"{type(config).__name__}(...)"))

@@ -8,6 +8,7 @@ from typing import Final
 import attrs
 from attrs import define, evolve, field
 
+from accel_core.config import parallelism
 from accel_core.config.convert import convert_option, plain, readings
 from accel_core.config.sections import CORE, SLOTS, Sections
 from accel_core.config.sources import ConfigProblem, Origin, RawText, Setting, dotted
@@ -80,6 +81,9 @@ class Table:
     def _addressed(self, setting: Setting) -> Iterator[Setting]:
         """Yield settings with a path: objects get the path of their section, `strategies` is split."""
         path, value = setting.path, setting.value
+        if not path and isinstance(value, parallelism.ParallelismConfig):
+            yield setting._replace(path=(parallelism.SECTION,))
+            return
         is_object = attrs.has(type(value)) and (not path or path[0] == "strategies")
         name = self.sections.configured_by(value) if is_object else None
         if not path and name is None:
@@ -128,6 +132,10 @@ class Table:
                 return self._strategy(alias, setting)
             case ["strategies", _, "plugin"]:
                 return options_of(RunConfig)["strategy"]
+            case [parallelism.SECTION]:
+                return RunConfig  # its keys are dimensions: the next case
+            case [parallelism.SECTION, name]:
+                return self._dimension(name, setting)
             case [name] if name not in CORE:
                 return self._plugin(name, at, setting)
         option = options_of(section).get(at[-1])
@@ -144,6 +152,13 @@ class Table:
         if setting.path[2:] == ("plugin",):
             return RunConfig  # the name is a value, whether or not the plugin is installed
         return self._plugin(str(plugin.value), setting.path[:3], setting)
+
+    def _dimension(self, name: str, setting: Setting) -> Option | None:
+        """Return the option of a dimension that an installed plugin has."""
+        if problem := parallelism.unknown_dimension(name, self.sections.discovery):
+            self._refuse(setting, problem, (parallelism.SECTION, name))
+            return None
+        return Option(name=name, kind=int)
 
     def _plugin(self, name: str, at: Path, setting: Setting) -> type | None:
         """Return a plugin's section; if there is none, refuse the setting or leave it unread."""
@@ -177,6 +192,8 @@ class Table:
             return  # null under the second name: the first name counts
         is_written = setting.origin.source in _WRITTEN
         try:
+            if option.dimension and is_written:
+                raise ValueError(f"sizes are in section parallelism; write parallelism.{option.dimension}")
             if option.python_only and is_written:
                 raise ValueError("can be given in Python only")
             if option.converter and not is_written:
@@ -186,6 +203,10 @@ class Table:
             self._refuse(setting, str(error))
         else:
             self._merge(setting._replace(path=path, value=value), option.secret)
+            if option.dimension and value is not None:
+                self._merge(
+                    setting._replace(path=(parallelism.SECTION, option.dimension), value=value), False
+                )
 
     def _merge(self, new: Setting, secret: bool) -> None:
         """Let the stronger source win; refuse a contradiction that must be a mistake.
@@ -231,6 +252,9 @@ class Table:
         """Return a hint at a similar name, or at the same key in another section; else empty."""
         *section, name = path
         names, discovery = list(options_of(cls)), self.sections.discovery
+        word = "_".join(path) if name in ("size", "degree") else name
+        if word.endswith(("_size", "_degree")) and (meant := parallelism.nearest(word, discovery)):
+            return meant
         if cls is RunConfig:
             if other := catalog.other_file(name, discovery):
                 return f"; {other}"

@@ -24,8 +24,8 @@ SLOTS: Final[tuple[Slot, ...]] = get_args(Slot)
 # A list, since every listing of plugins needs these words, and the config classes cost 9 ms to import.
 _RESERVED: Final = (
     "accumulation all auto autocast compile config data device device-placement env extensions grad-scaler"
-    " gradient-accumulation-steps launch log-with mixed-precision no plugins process-group profile project"
-    " rng-types schema step-scheduler-with-optimizer strategies strategy"
+    " gradient-accumulation-steps launch log-with mixed-precision no parallelism plugins process-group"
+    " profile project rng-types schema step-scheduler-with-optimizer strategies strategy"
 )
 RESERVED_NAMES: Final = frozenset(_RESERVED.split())
 """Names that plugins may not take: words of core's config and command line."""
@@ -127,6 +127,12 @@ class Card(NamedTuple):
     """
     prepares: Mapping[str, PreparedKind] = MappingProxyType({})
     """Path of a class of the package -> kind of object in `prepare`, beside torch's own classes."""
+    dimensions: Mapping[str, str] = MappingProxyType({})
+    """Strategy and extension slot: dimension of section `parallelism` -> one sentence about it.
+
+    The sentence begins with the field's words ("Tensor parallelism: ..."), with which unknown keys are
+    compared. The plugin reads the size as `config.parallelism.get(NAME, 1)` in its hook `mesh_dims`.
+    """
     environment_report: str | None = None
     """Device slot: path of a function () -> lines for `accel env`: label -> value. Must not raise."""
     hookspecs: str | None = None

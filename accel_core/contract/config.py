@@ -261,6 +261,9 @@ class RunConfig:
     strategy: str = option("auto", help="Strategy plugin, or a name from strategies. auto: the best here.")
     strategies: Mapping[str, Mapping[str, Any]] = option(factory=dict, help="NAME: {plugin: NAME, options}.")
     extensions: tuple[str, ...] = option((), converter=_names, help="Extension plugins to add.")
+    parallelism: Mapping[str, int] = option(
+        factory=dict, help="Dimension: number of ranks along it. -1: the ranks that the others leave."
+    )
     mixed_precision: str = option("no", help="no, fp16, bf16, fp8, or a precision plugin.")
     gradient_accumulation_steps: int = option(1, minimum=1, help="Micro-batches per optimizer step.")
     device_placement: bool = option(True, help="Move prepared models and batches to the device.")

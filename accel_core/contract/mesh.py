@@ -26,9 +26,10 @@ RESERVED: Final[Mapping[str, tuple[int, Splits]]] = {
     "pp": (100, "model"),
     "dp_replicate": (200, "samples"),
     "dp_shard": (300, "samples"),
+    "ep": (310, "samples"),
     "cp": (400, "tokens"),
+    "sp": (410, "tokens"),
     "tp": (500, "model"),
-    "ep": (600, "samples"),
 }
 """Name of a dimension -> its position and its split."""
 
@@ -38,7 +39,8 @@ class MeshDim:
     """One dimension of a device mesh.
 
     Reserved names have a position and a split: pp 100 model, dp_replicate 200 samples, dp_shard 300 samples,
-    cp 400 tokens, tp 500 model (same activations), ep 600 samples. Any other name must give both.
+    ep 310 samples, cp 400 tokens, sp 410 tokens, tp 500 model (same activations). Any other name must give
+    both.
 
     Attributes:
         size: number of ranks along it; -1 takes the ranks that the other dimensions leave.
@@ -48,6 +50,8 @@ class MeshDim:
             the same samples and have the same loss.
         same_activations: ranks along it hold the same activations between layers, and so must draw the same
             random numbers for them (dropout); along all other dimensions ranks draw different numbers.
+        within: name of the dimension whose ranks this one divides further. It is then not a factor of the
+            world, because the other's size counts both; in a mesh, the other has the quotient of the sizes.
     """
 
     name: str
@@ -56,6 +60,7 @@ class MeshDim:
     splits: Splits = field(default=Factory(lambda self: self._reserved()[1], takes_self=True))
 
     same_activations: bool = field(default=Factory(lambda self: self.name in ALIKE, takes_self=True))
+    within: str = ""
 
     def __attrs_post_init__(self) -> None:
         if not self.name.isidentifier() or self.name in ("world", "control", "alone"):
@@ -86,8 +91,8 @@ def arrange(dims: Iterable[MeshDim], ranks: int) -> tuple[MeshDim, ...]:
     `dp_replicate`: ranks that no dimension describes read different data, as they do without a mesh.
 
     Raises:
-        ConfigError: the product is not `ranks`, or two dimensions share a name or position; shows every
-            factor.
+        ConfigError: the product is not `ranks`, two dimensions share a name or position or both split tokens,
+            or a size does not divide the dimension that it lies within; shows every factor.
     """
     order = sorted(dict.fromkeys(dims), key=lambda dim: dim.position)
     for one, other in pairwise(order):
@@ -98,21 +103,43 @@ def arrange(dims: Iterable[MeshDim], ranks: int) -> tuple[MeshDim, ...]:
             )
     if ranks > 1 and order and not any(dim.size == -1 or dim.splits == "samples" for dim in order):
         return arrange([*order, MeshDim("dp_replicate", -1)], ranks)
-    fixed = math.prod(dim.size for dim in order if dim.size != -1)
-    open_dims = [dim for dim in order if dim.size == -1]
+    sequences = [f"{dim.name} {dim.size}" for dim in order if dim.splits == "tokens" and dim.size != 1]
+    if len(sequences) > 1:
+        raise ConfigError(f"{' and '.join(sequences)} would both split sequences\ngive one of them")
+    factors = [dim for dim in order if not dim.within]
+    fixed = math.prod(dim.size for dim in factors if dim.size != -1)
+    open_dims = [dim for dim in factors if dim.size == -1]
     if len(open_dims) > 1 or ranks % fixed or (order and not open_dims and fixed != ranks):
-        raise _refusal(order, fixed, ranks)
-    sizes = [ranks // fixed if dim.size == -1 else dim.size for dim in order]
-    return tuple(evolve(dim, size=size) for dim, size in zip(order, sizes, strict=True))
+        raise _refusal(factors, fixed, ranks, [dim for dim in order if dim.within and dim.size > 1])
+    sizes = {dim.name: ranks // fixed if dim.size == -1 else dim.size for dim in factors}
+    for dim in order:
+        if dim.within:
+            whole = sizes.get(dim.within, 1)
+            sizes[dim.name] = size = whole if dim.size == -1 else dim.size
+            if whole % size:
+                raise ConfigError(
+                    f"{dim.name} {size} does not divide the {whole} rank(s) of {dim.within}; it is not a"
+                    f" factor of the world\nset {dim.within} to a multiple of {size}, such as"
+                    f" {dim.within}: {whole * size}, {dim.name}: {size}"
+                )
+            sizes[dim.within] = whole // size
+    return tuple(evolve(dim, size=sizes[dim.name]) for dim in order)
 
 
-def _refusal(order: Sequence[MeshDim], fixed: int, ranks: int) -> ConfigError:
+def _refusal(order: Sequence[MeshDim], fixed: int, ranks: int, inner: Sequence[MeshDim] = ()) -> ConfigError:
     factors = " × ".join(f"{dim.name} {'-1' if dim.size == -1 else dim.size}" for dim in order)
     if sum(dim.size == -1 for dim in order) > 1:
         return ConfigError(
             f"the mesh {factors} leaves the rest of world {ranks} to two dimensions\n"
             "give all sizes but one, or only one of them -1"
         )
+    for dim in inner:
+        whole = next((it.size for it in order if it.name == dim.within), 1)
+        if fixed * dim.size == ranks and whole != -1:
+            return ConfigError(
+                f"the mesh {factors} = {fixed}, world {ranks}: {dim.name} {dim.size} is not a factor, it"
+                f" divides {dim.within}\nset {dim.within}: {whole * dim.size}, {dim.name}: {dim.size}"
+            )
     return ConfigError(
         f"the mesh {factors} = {fixed}{' × the rest' if '-1' in factors else ''}, world {ranks}\n"
         f"make the product {ranks} (a size of -1 takes the rest), or start {fixed} processes"
@@ -141,6 +168,16 @@ class Mesh:
         A dimension that the mesh does not have counts as 1.
         """
         return math.prod(dim.size for dim in self.dims if dim.name in names)
+
+    def total(self, name: str) -> int:
+        """Return the size of a dimension as it is configured: with the dimensions that lie within it."""
+        return self.size(name, *(dim.name for dim in self.dims if dim.within == name))
+
+    def group(self, name: str) -> range:
+        """Return the ranks that differ from this rank along a dimension only, and this rank."""
+        stride = math.prod(dim.size for dim in self.dims[self.names().index(name) + 1 :])
+        first = self.rank - self.index(name) * stride
+        return range(first, first + self.size(name) * stride, stride)
 
     def index(self, *names: str) -> int:
         """Return this rank's number along these dimensions, the outermost slowest."""

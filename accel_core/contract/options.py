@@ -42,6 +42,9 @@ class Option:
     refused: bool = False
     """A value that switches the option on is refused; `help` is the reason."""
 
+    dimension: str = ""
+    """Python only: the option is another spelling of this dimension of section `parallelism`."""
+
     name: str = ""
     """Name as users write it."""
     attribute: str = ""
@@ -98,6 +101,7 @@ def option(
     secret: bool = False,
     only_with: str = "",
     refused: bool = False,
+    dimension: str = "",
     converter: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Declare a field of a config class that users may set.
@@ -116,6 +120,8 @@ def option(
         secret: the value is masked in all settings that are printed or stored. An option called token,
             password, secret, api_key and the like is masked without it.
         only_with: another option of the class, without which this option has no effect: a run says so.
+        dimension: the option is another spelling of this dimension of section `parallelism`, for arguments
+            that users know from elsewhere. Files, variables and flags write the section.
         refused: any value that switches the option on is an error; `help` gives the reason and the remedy.
         converter: applied to values given in Python, as in attrs.
     """
@@ -128,6 +134,7 @@ def option(
         secret=secret,
         only_with=only_with,
         refused=refused,
+        dimension=dimension,
     )
     given = {"factory": factory} if factory is not None else {"default": default}
     # attrs compiles a line for each validator, so options that take any value have none.

@@ -26,12 +26,15 @@ class CatalogEntry(NamedTuple):
     """Folder of the distribution in this repository."""
     also: tuple[str, ...] = ()
     """Words that select the plugin, beside its name."""
+    dimensions: tuple[str, ...] = ()
+    """Dimensions of section `parallelism` that the plugin divides ranks along."""
 
 
 def catalog_entries() -> tuple[CatalogEntry, ...]:
     """Return the plugins of this repository, installed or not."""
     rows: list[dict[str, Any]] = _data()["plugins"]
-    return tuple(CatalogEntry(**{**row, "also": tuple(row.get("also", ()))}) for row in rows)
+    listed = ("also", "dimensions")
+    return tuple(CatalogEntry(**{**row, **{it: tuple(row.get(it, ())) for it in listed}}) for row in rows)
 
 
 def catalog_entry(name: str) -> CatalogEntry | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from accel_core.training.schedules import epochs, lengths
 
 if TYPE_CHECKING:
+    from accel_core.contract.mesh import Mesh
     from accel_core.contract.run import Run
     from accel_core.contract.unit import Unit
     from accel_core.data.loader import PreparedLoader
@@ -31,12 +32,23 @@ def _lines(run: Run, scheduler_steps: int) -> Iterator[str]:
     for note in run.environment_notes:
         yield f"  environment {note}"
     if run.mesh is not None:
-        yield "  mesh: " + " × ".join(f"{dim.name} {dim.size}" for dim in run.mesh.dims)
+        yield from _mesh(run.mesh)
     yield f"  data: reader {run.topology.reader} of {run.topology.readers}"
     for unit in run.units:
         yield from _unit(run, unit, scheduler_steps)
     for number, loader in enumerate(run.prepared.loaders):
         yield from _loader(run, number, loader, scheduler_steps)
+
+
+def _mesh(mesh: Mesh) -> Iterator[str]:
+    """Draw the mesh: its factors, and this rank's group along each dimension."""
+    yield "  mesh: " + " × ".join(f"{dim.name} {mesh.total(dim.name)}" for dim in mesh.dims if not dim.within)
+    for dim in mesh.dims:
+        if dim.size > 1:
+            ranks = list(map(str, mesh.group(dim.name)))
+            shown = ranks if len(ranks) <= 8 else [*ranks[:3], "...", ranks[-1]]
+            inner = f", within {dim.within}" if dim.within else ""
+            yield f"    {dim.name} {dim.size}: ranks {' '.join(shown)}{inner}"
 
 
 def _unit(run: Run, unit: Unit, scheduler_steps: int) -> Iterator[str]:

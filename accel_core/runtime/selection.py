@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from attrs import evolve, frozen
 
+from accel_core.config.parallelism import SECTION, dimensions
 from accel_core.config.resolve import Resolved, load
 from accel_core.config.unused import TYPED, auto_may_take, unused_options, unused_sections
 from accel_core.contract.arguments import quoted
@@ -118,6 +119,7 @@ def choose(resolved: Resolved, processes: int, discovery: Discovery) -> Stack:
         chosen = chooser.strategy(default, processes, offered)
         default = chosen.name
         aliases[default] = chosen
+    extensions += chooser.dividing(processes, aliases[default], extensions)
     precision = "fp32" if config.mixed_precision == "no" else config.mixed_precision
     stack = Stack(
         device=device,
@@ -215,6 +217,50 @@ class _Chooser(NamedTuple):
         return [
             Chosen(record, "auto: it joins every run") for _, record in usable if record.name not in taken
         ]
+
+    def dividing(self, processes: int, strategy: Chosen, extensions: Sequence[Chosen]) -> list[Chosen]:
+        """Return the extensions that the sizes of section `parallelism` bring in.
+
+        Raises:
+            ConfigError: no plugin divides ranks along a dimension, two do, or an extension that was named has
+                no size.
+        """
+        sizes = self.resolved.config.parallelism
+        brought: list[Chosen] = []
+        for name, size in sizes.items():
+            if size == 1 or (size == -1 and processes == 1):
+                continue
+            at = f"{SECTION}.{name}"
+            about = f"{at} is {size} ({self.resolved.origins[at]})"
+            owners = [it for it in (strategy, *extensions, *brought) if name in it.card.dimensions]
+            if len(owners) > 1:
+                both = " and ".join(f"{it.record.slot} {it.name}" for it in owners)
+                raise ConfigError(f"{about}: {both} would both divide ranks so\nleave one of them out")
+            if not owners:
+                brought.append(Chosen(self._owner(name, about, strategy), about))
+        for chosen in extensions:
+            idle = chosen.card.dimensions and not chosen.card.dimensions.keys() & sizes.keys()
+            if idle and processes > 1:
+                at = " or ".join(f"{SECTION}.{name}" for name in chosen.card.dimensions)
+                raise ConfigError(
+                    f"extension {chosen.name} ({chosen.why}) divides ranks, and {at} is not set\n"
+                    f"set {at}: to a number of ranks, or to -1 for all that are left"
+                )
+        return brought
+
+    def _owner(self, name: str, about: str, strategy: Chosen) -> Record:
+        """Return the installed extension that divides ranks along a dimension."""
+        records = dimensions(self.discovery)[name]
+        extension = next((it for it in records if it.slot == "extension"), None)
+        if extension is not None and extension.status == "available":
+            return extension
+        if extension is not None:
+            remedy = f"extension {extension.name} has it, and cannot be used here: {extension.reason}"
+        else:
+            remedy = " or ".join(f"set strategy: {it.name}" for it in records)
+        raise ConfigError(
+            f"{about}: strategy {strategy.name} ({strategy.why}) has no such dimension\n{remedy}"
+        )
 
     def by_object(self, slot: Slot) -> list[Chosen]:
         """Return the plugins of a slot whose config objects were given in Python."""

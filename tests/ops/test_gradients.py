@@ -14,7 +14,7 @@ from rank_processes import ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from accel_core import Accelerator, CollectiveError, InitProcessGroupKwargs, ops
+from accel_core import Accelerator, CollectiveError, InitProcessGroupKwargs, ParallelismConfig, ops
 from accel_testing.patience import patience
 
 MINE = 4
@@ -81,10 +81,10 @@ def whole(parameter: Tensor) -> Tensor:
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
 
-def differences(strategy: str, options: Mapping[str, Any]) -> dict[str, float]:
+def differences(strategy: str, options: Mapping[str, Any], **sizes: int) -> dict[str, float]:
     """The largest difference to one process, by loss and micro-batches of a window."""
     limit = InitProcessGroupKwargs(timeout=timedelta(seconds=patience(20)))
-    plugins = [limit]
+    plugins: list[object] = [limit, ParallelismConfig(**sizes)]
     if strategy == "fsdp":
         from accel_fsdp import FullyShardedDataParallelPlugin
 
@@ -124,11 +124,15 @@ def test_the_gradient_is_that_of_one_process_on_the_data_of_all_ranks(strategy, 
         assert max(found.values()) < 1e-14, found
 
 
+def in_two_copies(options: Mapping[str, Any]) -> dict[str, float]:
+    return differences("fsdp", options, dp_replicate=2)
+
+
 @pytest.mark.full
 @pytest.mark.needs("accel-fsdp")
 def test_it_is_under_hsdp_too(run_processes):
-    options = {"sharding_strategy": "HYBRID_SHARD", "dp_replicate_size": 2}
-    for found in run_processes(differences, "fsdp", options, world=4):
+    options = {"sharding_strategy": "HYBRID_SHARD"}
+    for found in run_processes(in_two_copies, options, world=4):
         assert max(found.values()) < 1e-14, found
 
 

@@ -47,9 +47,10 @@ ABOVE = {"cp": "ddp", "tensor-parallel": "fsdp"}
 PLAN = '{"*": null, "0": rowwise_rep, "3": rowwise_rep, "fixed": colwise_rep}'
 SETTINGS = {
     "fsdp+tensor-parallel": (
-        *("fsdp.dp_shard_size=1", "tensor_parallel.tp_size=-1"),
+        *("parallelism.dp_shard=1", "parallelism.tp=-1"),
         f"tensor_parallel.parallelize_plan={PLAN}",
-    )
+    ),
+    "ddp+cp": ("parallelism.cp=-1",),
 }
 
 

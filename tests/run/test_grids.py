@@ -35,16 +35,11 @@ def environment(sizes):
     found = {"ACCEL__STRATEGY": sizes.pop("strategy", "fsdp")}
     if "version" in sizes:
         found["ACCEL__FSDP__FSDP_VERSION"] = str(sizes.pop("version"))
-    extensions = [name for key, name in (("tp", "tensor-parallel"), ("cp", "cp")) if key in sizes]
-    if extensions:
-        found["ACCEL__EXTENSIONS"] = ",".join(extensions)
-    if tp := sizes.pop("tp", None):
-        found["ACCEL__TENSOR_PARALLEL__TP_SIZE"] = str(tp)
+    if "tp" in sizes:
         found["ACCEL__TENSOR_PARALLEL__PARALLELIZE_PLAN"] = json.dumps(SPLIT)
-    if cp := sizes.pop("cp", None):
-        found["ACCEL__CP__SIZE"] = str(cp)
+    if "cp" in sizes:
         found["ACCEL__CP__BUFFERS"] = json.dumps({"input_ids": 1, "targets": 1})
-    return found | {f"ACCEL__FSDP__{name.upper()}_SIZE": str(size) for name, size in sizes.items()}
+    return found | {f"ACCEL__PARALLELISM__{name.upper()}": str(size) for name, size in sizes.items()}
 
 
 @pytest.mark.parametrize(("optimizer", "tied"), [("sgd", False), ("adamw", True)], ids=["SGD", "AdamW, tied"])

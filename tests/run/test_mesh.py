@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from accel_core import ConfigError, Mesh, MeshDim, World, arrange
 
-NAMES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+NAMES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 
 
 def said(*dims, world):
@@ -26,7 +26,9 @@ def grids(draw):
     names = draw(st.lists(st.sampled_from(NAMES), unique=True, min_size=1))
     dims = [MeshDim(name, draw(st.sampled_from((1, 2, 3, 4)))) for name in names]
     if draw(st.booleans()):
-        splits = draw(st.sampled_from(("samples", "tokens", "model")))
+        splits = draw(
+            st.sampled_from(("samples", "model") if "cp" in names else ("samples", "tokens", "model"))
+        )
         dims.append(MeshDim("strange", draw(st.integers(1, 3)), draw(st.integers(0, 9)) * 100 + 50, splits))
     if not any(dim.splits == "samples" for dim in dims):
         dims.append(MeshDim("dp_shard", 2))
@@ -79,6 +81,34 @@ def test_ranks_that_no_dimension_speaks_of_read_other_data():
     assert arrange([MeshDim("cp", 2)], 8) == (MeshDim("dp_replicate", 4), MeshDim("cp", 2))
 
 
+def test_a_dimension_within_another_is_no_factor_of_the_world():
+    dims = [MeshDim("dp_shard", 8), MeshDim("ep", 4, within="dp_shard"), MeshDim("tp", 2)]
+    mesh = Mesh(arrange(dims, 16), 5, None)
+    assert [(dim.name, dim.size) for dim in mesh.dims] == [("dp_shard", 2), ("ep", 4), ("tp", 2)]
+    assert (mesh.total("dp_shard"), mesh.total("ep")) == (8, 4)
+    assert ([*mesh.group("ep")], [*mesh.group("dp_shard")], [*mesh.group("tp")]) == (
+        [1, 3, 5, 7],
+        [5, 13],
+        [4, 5],
+    )
+
+
+def test_a_dimension_within_the_rest_divides_the_rest():
+    dims = [MeshDim("dp_shard", -1), MeshDim("ep", -1, within="dp_shard"), MeshDim("tp", 2)]
+    assert [dim.size for dim in arrange(dims, 8)] == [1, 4, 2]
+
+
+@pytest.mark.parametrize("shard", [2, 4])
+def test_sizes_whose_product_counts_the_inner_dimension_are_refused_with_the_sizes_to_write(shard):
+    dims = [MeshDim("dp_shard", shard), MeshDim("ep", 8 // shard, within="dp_shard")]
+    with pytest.raises(ConfigError, match=f"dp_shard: 8, ep: {8 // shard}"):
+        arrange(dims, 8)
+
+
+def test_two_dimensions_that_split_sequences_are_refused():
+    assert said(("cp", 2), ("sp", 2), world=4) == "cp 2 and sp 2 would both split sequences\ngive one of them"
+
+
 def test_a_mesh_of_nothing_is_none():
     assert arrange([], 8) == ()
 
@@ -116,7 +146,7 @@ def test_one_name_with_two_sizes_is_refused():
     ("arguments", "words"),
     [
         (("tp", 0), "size 0"),
-        (("mine", 2), "only pp, dp_replicate, dp_shard, cp, tp, ep may"),
+        (("mine", 2), "only pp, dp_replicate, dp_shard, ep, cp, sp, tp may"),
         (("mine", 2, 150), "lacks `position` or `splits`"),
         (("tp", 2, 501), "reserved for"),
         (("world", 2, 150, "model"), "cannot be called 'world'"),

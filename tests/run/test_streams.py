@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accel_core import Accelerator, MeshDim, set_seed
+from accel_core import Accelerator, MeshDim, ParallelismConfig, set_seed
 from accel_core.contract.mesh import Mesh, arrange
 
 pytestmark = pytest.mark.needs("accel-ddp", "accel-fsdp", "accel-context-parallel")
@@ -66,7 +66,8 @@ def train(options, *, folder=None, resume=False, device_specific=True, extra=Tru
 def cp():
     from accel_context_parallel import ContextParallelPlugin
 
-    return {"python": {"strategy": "ddp", "plugins": [ContextParallelPlugin(size=2, buffers={})]}}
+    plugins = [ContextParallelPlugin(buffers={}), ParallelismConfig(cp=2)]
+    return {"python": {"strategy": "ddp", "plugins": plugins}}
 
 
 def tp():
@@ -80,8 +81,8 @@ def tp():
 def pp():
     from accel_fsdp import FullyShardedDataParallelPlugin
 
-    plugin = FullyShardedDataParallelPlugin(pp_size=2, pp_split_points=("two",))
-    return {"python": {"strategy": "fsdp", "plugins": [plugin]}}
+    plugin = FullyShardedDataParallelPlugin(pp_split_points=("two",))
+    return {"python": {"strategy": "fsdp", "plugins": [plugin, ParallelismConfig(pp=2)]}}
 
 
 def ranks_of(kind, *args, **options):

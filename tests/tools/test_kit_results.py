@@ -56,9 +56,10 @@ def test_a_part_of_the_checks_is_not_a_result(tool: ModuleType, tmp_path: Path) 
 
 
 def test_grids_of_one_stack_have_rows_of_their_own(tool: ModuleType, tmp_path: Path) -> None:
-    report(tmp_path, "native", version="1", tp_size="2", pp_size="-1", plan='{"0": "colwise"}')
+    sizes = {"parallelism.tp": "2", "parallelism.pp": "-1"}
+    report(tmp_path, "native", version="1", **sizes, plan='{"0": "colwise"}')
 
-    assert [*tool.reported(tmp_path.glob("*.json"))] == ["native, version 1, tp_size 2"]
+    assert [*tool.reported(tmp_path.glob("*.json"))] == ["native, version 1, tp 2"]
 
 
 def test_a_table_that_says_otherwise_is_stale(tool: ModuleType) -> None:

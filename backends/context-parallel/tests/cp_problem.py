@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from accel_context_parallel import ContextParallelPlugin
-from accel_core import Accelerator, AccelError, InitProcessGroupKwargs
+from accel_core import Accelerator, AccelError, InitProcessGroupKwargs, ParallelismConfig
 from accel_testing.patience import patience
 
 VOCABULARY, LENGTH, SAMPLES = 17, 16, 32
@@ -114,9 +114,9 @@ BUFFERS = {"input_ids": 1, "targets": 1}
 
 
 def accelerator_of(strategy="ddp", size=-1, buffers=BUFFERS, timeout=PATIENCE, **more):
-    plugin = ContextParallelPlugin(size=size, buffers=buffers)
     patience = InitProcessGroupKwargs(timeout=timeout)
-    return Accelerator(cpu=True, strategy=strategy, plugins=[plugin, patience], **more)
+    plugins = [ContextParallelPlugin(buffers=buffers), ParallelismConfig(cp=size), patience]
+    return Accelerator(cpu=True, strategy=strategy, plugins=plugins, **more)
 
 
 def ours(
@@ -183,8 +183,8 @@ def without_positions(form):
 
 def first_logits(model, derive, *names):
     """Return (logits of this rank's part of a batch, or the error; the rank)."""
-    plugin = ContextParallelPlugin(buffers=BUFFERS, derive=derive)
-    accelerator = Accelerator(cpu=True, strategy="ddp", plugins=[plugin])
+    plugins = [ContextParallelPlugin(buffers=BUFFERS, derive=derive), ParallelismConfig(cp=2)]
+    accelerator = Accelerator(cpu=True, strategy="ddp", plugins=plugins)
     model, loader = accelerator.prepare(model(), DataLoader(samples(), 4))
     batch, found = next(iter(loader)), []
 

@@ -116,20 +116,19 @@ def under_fsdp(batch_size):
 @pytest.mark.needs("accel-fsdp")
 @pytest.mark.parametrize(("world", "shards"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.full)])
 def test_weights_may_be_sharded_over_the_ranks_that_share_sequences(world, shards, run_processes):
-    environment = {"ACCEL__FSDP__DP_SHARD_SIZE": str(shards)}
+    environment = {"ACCEL__PARALLELISM__DP_SHARD": str(shards)}
     for found in run_processes(under_fsdp, 4 // shards, world=world, environment=environment):
         assert_same(found, cp_problem.plain())
 
 
 SPLIT = {
-    "ACCEL__EXTENSIONS": "cp,tensor-parallel",
-    "ACCEL__TENSOR_PARALLEL__TP_SIZE": "2",
+    "ACCEL__PARALLELISM__TP": "2",
     "ACCEL__TENSOR_PARALLEL__PARALLELIZE_PLAN": json.dumps(
         {"blocks.*.queries": "colwise", "blocks.*.keys": "colwise", "blocks.*.values": "colwise"}
         | {"blocks.*.out": "rowwise"}
     ),
 }
-STAGES = {"ACCEL__FSDP__PP_SIZE": "2"}
+STAGES = {"ACCEL__PARALLELISM__PP": "2"}
 HEAD = {**STAGES, "ACCEL__FSDP__PP_SPLIT_POINTS": '["head"]'}
 
 
@@ -140,7 +139,7 @@ def gridded():
 @pytest.mark.needs("accel-fsdp")
 @pytest.mark.parametrize("grid", [SPLIT, STAGES, HEAD], ids=["split", "staged", "a stage without attention"])
 def test_ranks_that_share_sequences_may_split_layers_or_run_stages(grid, run_processes):
-    environment = {"ACCEL__FSDP__DP_SHARD_SIZE": "1", **grid}
+    environment = {"ACCEL__PARALLELISM__DP_SHARD": "1", **grid}
     for found in run_processes(gridded, world=4, environment=environment):
         assert_same(found, cp_problem.plain(epochs=3))
         assert found[2] == (4, LENGTH // 2)

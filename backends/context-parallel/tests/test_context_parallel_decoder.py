@@ -6,7 +6,7 @@ import pytest
 
 from accel_testing import decoder
 
-SETTINGS = {"ACCEL__EXTENSIONS": "cp", "ACCEL__CP__BUFFERS": '{"input_ids": 1, "targets": 1}'}
+SETTINGS = {"ACCEL__PARALLELISM__CP": "2", "ACCEL__CP__BUFFERS": '{"input_ids": 1, "targets": 1}'}
 
 
 @pytest.mark.needs("accel-ddp")

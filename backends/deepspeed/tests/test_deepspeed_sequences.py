@@ -59,7 +59,7 @@ def shared(stage: int) -> tuple[list[float], list[float]]:
     """(mean loss of all ranks, by hand of one process), step by step."""
     ours = accelerator(stage)
     assert ours.run.mesh is not None
-    model: Any = Net(ours.run.mesh.device_mesh["cp"].get_group())
+    model: Any = Net(ours.run.mesh.device_mesh["sp"].get_group())
     plain = Net()
     by_hand = torch.optim.AdamW(plain.parameters(), lr=0.01)
     model, optimizer, loader = ours.prepare(
@@ -176,5 +176,5 @@ def test_a_model_that_exchanges_no_heads_is_refused_in_its_first_forward(run_pro
 @pytest.mark.full
 def test_a_sequence_that_has_no_equal_parts_is_refused(run_processes) -> None:
     for said in run_processes(odd_lengths, timeout=120):
-        assert "sequence_parallel_size is 2, and a batch has the shape [2, 7]" in said
+        assert "parallelism.sp is 2, and a batch has the shape [2, 7]" in said
         assert "pad sequences" in said

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from accel_core import Accelerator, InitProcessGroupKwargs
+from accel_core import Accelerator, InitProcessGroupKwargs, ParallelismConfig
 from accel_fsdp import FullyShardedDataParallelPlugin
 from accel_testing.patience import patience
 
@@ -125,6 +125,12 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 def plugin(kind: str, version: int, **options: Any) -> FullyShardedDataParallelPlugin:
     names = {} if "auto_wrap_policy" in options else {"transformer_cls_names_to_wrap": BLOCKS[kind]}
     return FullyShardedDataParallelPlugin(**{"fsdp_version": version, **names, **options})
+
+
+def sized(**options: Any) -> list[Any]:
+    """Return the config objects of options of section `fsdp` and of sizes of section `parallelism`."""
+    sizes = {name: options.pop(name) for name in ("dp_replicate", "dp_shard", "pp") if name in options}
+    return [FullyShardedDataParallelPlugin(**options), ParallelismConfig(**sizes)]
 
 
 def accelerator(*configs: Any, **arguments: Any) -> Accelerator:

@@ -315,14 +315,8 @@ def _continued(name, folder, steps, *, load):
 
 def environment(sizes, plan=None, **more):
     """Variables for `dp_replicate 2, tp 2` and the like."""
-    sizes = dict(sizes)
     variables = {"ACCEL__STRATEGY": "fsdp"}
-    if "tp" in sizes:
-        variables |= {
-            "ACCEL__EXTENSIONS": "tensor-parallel",
-            "ACCEL__TENSOR_PARALLEL__TP_SIZE": str(sizes.pop("tp")),
-        }
-        if plan is not None:
-            variables["ACCEL__TENSOR_PARALLEL__PARALLELIZE_PLAN"] = json.dumps(plan)
-    variables |= {f"ACCEL__FSDP__{name.upper()}_SIZE": str(size) for name, size in sizes.items()}
+    variables |= {f"ACCEL__PARALLELISM__{name.upper()}": str(size) for name, size in sizes.items()}
+    if "tp" in sizes and plan is not None:
+        variables["ACCEL__TENSOR_PARALLEL__PARALLELIZE_PLAN"] = json.dumps(plan)
     return variables | more

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from fsdp_problem import GPT, MLP, accelerator, batch, loss_of, optimizer_of
+from fsdp_problem import GPT, MLP, accelerator, batch, loss_of, optimizer_of, sized
 from torch import nn
 from torch.nn import functional as F
 
-from accel_fsdp import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
+from accel_fsdp import TorchTensorParallelPlugin
 
 STEPS, CLIP = 50, 0.5
 
@@ -70,7 +70,7 @@ def plain(kind):
 
 def trained(kind, options, split):
     """The same on a grid."""
-    given = [FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=BLOCKS[kind], **options)]
+    given = sized(transformer_cls_names_to_wrap=BLOCKS[kind], **options)
     if split:
         given.append(TorchTensorParallelPlugin(tp_size=2, parallelize_plan=PLANS[kind]))
     run = accelerator(*given)

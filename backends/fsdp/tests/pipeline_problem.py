@@ -7,6 +7,7 @@ from collections import OrderedDict
 from datetime import timedelta
 
 import torch
+from fsdp_problem import sized
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from accel_core import Accelerator, AccelError, InitProcessGroupKwargs, TorchDynamoPlugin
-from accel_fsdp import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
+from accel_fsdp import TorchTensorParallelPlugin
 from accel_testing import Traffic
 from accel_testing.patience import patience
 
@@ -276,7 +277,7 @@ def accelerator_of(mixed_precision=None, split=None, dynamo=None, **options):
     if split is not None:
         given.append(TorchTensorParallelPlugin(tp_size=2, **split))
     if options:
-        given.append(FullyShardedDataParallelPlugin(**{"pp_size": 2, **options}))
+        given += sized(**{"pp": 2, **options})
     return Accelerator(cpu=True, plugins=given, mixed_precision=mixed_precision)
 
 
@@ -388,7 +389,7 @@ def staged(options, steps=2):
 
 def sent():
     """The dtype in which the last stage gets activations, where stages are sharded, in bfloat16."""
-    accelerator = accelerator_of("bf16", pp_size=2)
+    accelerator = accelerator_of("bf16", pp=2)
     model = Gpt()
     model.blocks[2] = Heard()
     model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
@@ -566,7 +567,7 @@ def sum_of(model, batch):
 
 def halved():
     """The loss of a model that is of bfloat16 altogether."""
-    accelerator = accelerator_of(pp_size=2)
+    accelerator = accelerator_of(pp=2)
     model = Gpt().bfloat16()
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     found = accelerator.forward_backward(model, window(0), loss_of, microbatches=4).loss.item()
@@ -576,7 +577,7 @@ def halved():
 
 def short(schedule, microbatches):
     """The loss of a window of few micro-batches; what is said where torch's schedule cannot have so many."""
-    accelerator = accelerator_of(pp_size=2, pp_schedule=schedule)
+    accelerator = accelerator_of(pp=2, pp_schedule=schedule)
     model = Gpt()
     model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     try:
@@ -606,7 +607,7 @@ def shrunk(options):
 
 def misused():
     """What is said of calls that a pipeline cannot do."""
-    accelerator = accelerator_of(pp_size=2)
+    accelerator = accelerator_of(pp=2)
     model = Gpt()
     model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     batch = window(0)[0]
@@ -627,7 +628,7 @@ def misused():
 
 def interrupted():
     """What is said of the window after one that the user's loss has left."""
-    accelerator = accelerator_of(pp_size=2)
+    accelerator = accelerator_of(pp=2)
     model = Gpt()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     train(accelerator, model, optimizer, [0])
@@ -696,7 +697,7 @@ def compiled(layers):
     # dynamo reads it of gathered weights
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     dynamo = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
-    accelerator = accelerator_of(pp_size=2, dynamo=dynamo)
+    accelerator = accelerator_of(pp=2, dynamo=dynamo)
     model = Gpt(layers)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     train(accelerator, model, optimizer, [0])

@@ -61,11 +61,14 @@ def held(shape, world, rank=0, **options):
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     plugin = FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=["Block"], **options)
     here = World(rank=rank, size=world, local_size=min(world, 8))
-    dims = arrange(declared(plugin, here), world)
+    dims = arrange(declared(plugin, {}, here), world)
     sizes = tuple(dim.size for dim in dims)
     mesh = Mesh(dims, rank, init_device_mesh("cpu", sizes, mesh_dim_names=tuple(dim.name for dim in dims)))
     run = SimpleNamespace(
-        world=here, device=torch.device("cpu"), mesh=mesh, config=SimpleNamespace(mixed_precision="no")
+        world=here,
+        device=torch.device("cpu"),
+        mesh=mesh,
+        config=SimpleNamespace(mixed_precision="no", parallelism={}),
     )
     with torch.device("meta"):
         model = Model(shape)

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_core import Accelerator, AccelError, ConfigError, DataLoaderConfiguration, LocalSGD
 from accel_fsdp import FullyShardedDataParallelPlugin
-from accel_fsdp.checks import STRATEGIES
+from accel_fsdp.checks import STRATEGIES, refused_sizes
 from accel_fsdp.sharding.fsdp2 import Sharded
 from accel_fsdp.sharding.wrapping import groups
 from accel_fsdp.tensor.config import TorchTensorParallelPlugin
@@ -67,12 +67,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reshard_after_forward": -3}, "a number of ranks, got -3"),
     ({"mixed_precision_policy": torch.bfloat16}, "a mapping, or torch's policy, got torch.bfloat16"),
     ({"fsdp_version": 1, "mixed_precision_policy": MixedPrecisionPolicy()}, "not output_dtype"),
-    ({"fsdp_version": 1, "ep_size": 2}, "ep_size is for fsdp_version 2"),
-    ({"fsdp_version": 1, "pp_size": 2}, "pp_size is for fsdp_version 2"),
     ({"cpu_ram_efficient_loading": True, "sync_module_states": False}, "needs sync_module_states"),
-    ({"pp_schedule": "GPipe"}, "pp_schedule goes with pp_size, which is 1"),
-    ({"pp_split_points": ["blocks.1"]}, "pp_split_points goes with pp_size, which is 1"),
-    ({"ep_modules": ["nope"]}, "ep_modules goes with ep_size, which is 1"),
     ({"fsdp_version": 1, "find_unused_parameters": True}, "is for fsdp_version 2"),
 ]
 
@@ -81,6 +76,23 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_does_not_go_together_is_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
         FullyShardedDataParallelPlugin(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes", "message"),
+    [
+        ({"fsdp_version": 1}, {"ep": 2}, "parallelism.ep is for fsdp_version 2"),
+        ({"fsdp_version": 1}, {"pp": 2}, "parallelism.pp is for fsdp_version 2"),
+        ({"pp_schedule": "GPipe"}, {}, "fsdp.pp_schedule goes with parallelism.pp, which is 1"),
+        ({"pp_split_points": ["blocks.1"]}, {"pp": 1}, "fsdp.pp_split_points goes with parallelism.pp"),
+        ({"ep_modules": ["nope"]}, {}, "fsdp.ep_modules goes with parallelism.ep, which is 1"),
+        ({"sharding_strategy": "HYBRID_SHARD"}, {"dp_replicate": 1}, "asks for copies of the model, and"),
+    ],
+)
+def test_sizes_that_do_not_go_with_the_options_are_refused_by_name(
+    options: dict[str, Any], sizes: dict[str, int], message: str
+) -> None:
+    assert message in " ".join(refused_sizes(FullyShardedDataParallelPlugin(**options), sizes))
 
 
 @settings(derandomize=True, deadline=None)
@@ -227,9 +239,11 @@ def test_a_device_whose_tensors_gloo_would_gather_is_refused(
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: carried)
     run: Any = SimpleNamespace(device=torch.device("cuda"), world=SimpleNamespace(size=2))
+    run.config = SimpleNamespace(parallelism={"tp": 2})
     config = plugin("mlp", 2)
-    unit: Any = SimpleNamespace(models=[], mesh=None, plugin=SimpleNamespace(config=config))
-    parallel = TensorParallel(TorchTensorParallelPlugin(tp_size=2), run)
+    mesh = SimpleNamespace(size=lambda *names: 2, names=lambda *splits: ["dp_shard"])
+    unit: Any = SimpleNamespace(models=[], mesh=mesh, plugin=SimpleNamespace(config=config))
+    parallel = TensorParallel(TorchTensorParallelPlugin(), run)
     found = [*Sharded(config, run).refuse_unit(unit, [], []), *parallel.refuse_unit(unit, [], [])]
     assert [text.partition(" ")[0] for text in found] == ["'fsdp'", "'tensor-parallel'"][:names]
 
@@ -299,6 +313,17 @@ def test_a_batch_that_not_all_ranks_have_is_refused_and_does_not_hang(
     (first, said), other = run_processes(left_over, version, trains)
     assert (first, other) == (2, (2, "nothing"))
     assert "not all of 2 readers have this batch" in said
+
+
+@pytest.mark.parametrize("name", ["dp_replicate", "dp_shard", "pp", "ep"])
+def test_a_size_in_section_fsdp_is_an_error_that_names_section_parallelism(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "accel.yaml").write_text(f"strategy: fsdp\nfsdp: {{{name}_size: 2}}\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(ConfigError, match=f"fsdp.{name}_size: unknown key; did you mean parallelism.{name}"):
+        Accelerator(cpu=True)
 
 
 def test_the_options_of_the_readme_are_taken(

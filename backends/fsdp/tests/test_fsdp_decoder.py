@@ -9,12 +9,11 @@ import pytest
 from accel_testing import decoder
 
 LAYERS = {
-    "ACCEL__EXTENSIONS": "tensor-parallel",
-    "ACCEL__FSDP__DP_SHARD_SIZE": "1",
-    "ACCEL__TENSOR_PARALLEL__TP_SIZE": "2",
+    "ACCEL__PARALLELISM__DP_SHARD": "1",
+    "ACCEL__PARALLELISM__TP": "2",
     "ACCEL__TENSOR_PARALLEL__PARALLELIZE_PLAN": json.dumps(decoder.SPLIT),
 }
-STAGES = {"ACCEL__FSDP__DP_SHARD_SIZE": "1", "ACCEL__FSDP__PP_SIZE": "2"}
+STAGES = {"ACCEL__PARALLELISM__DP_SHARD": "1", "ACCEL__PARALLELISM__PP": "2"}
 
 
 @pytest.mark.parametrize(

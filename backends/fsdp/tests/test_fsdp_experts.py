@@ -9,6 +9,10 @@ import grid_job
 import pytest
 import torch
 
+from accel_core import ConfigError, World, arrange
+from accel_fsdp import FullyShardedDataParallelPlugin
+from accel_fsdp.sharding.dims import declared
+
 
 @cache
 def plain(*arguments):
@@ -42,12 +46,12 @@ def test_experts_on_two_ranks_train_as_on_one(name, run_processes):
 @pytest.mark.parametrize(
     ("sizes", "world"),
     [
-        ({"dp_shard": 2, "ep": 2}, 4),
+        ({"ep": 2}, 4),
         pytest.param({"dp_replicate": 2, "ep": 2}, 4, marks=pytest.mark.full),
-        pytest.param({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, 8, marks=pytest.mark.full),
+        pytest.param({"dp_replicate": 2, "dp_shard": 4, "ep": 2}, 8, marks=pytest.mark.full),
         pytest.param({"ep": -1}, 4, marks=pytest.mark.full),
     ],
-    ids=["x dp_shard", "x replicas", "x replicas x dp_shard", "one expert a rank"],
+    ids=["in half of the shards", "in replicas", "in half of each replica", "one expert a rank"],
 )
 def test_a_grid_with_experts_trains_as_one_process_does(sizes, world, run_processes):
     assert_as_plain(train(run_processes, "chosen", sizes, world), "chosen")
@@ -85,7 +89,7 @@ def test_a_transformers_mixture_needs_no_option_but_the_size(run_processes):
 @pytest.mark.full
 @pytest.mark.parametrize("norm_type", [1.0, float("inf")])
 def test_any_norm_is_that_of_all_experts(norm_type, run_processes):
-    found = train(run_processes, "chosen", {"dp_shard": 2, "ep": 2}, 4, norm_type=norm_type)
+    found = train(run_processes, "chosen", {"ep": 2}, 4, norm_type=norm_type)
     assert_as_plain(found, "chosen", norm_type=norm_type)
 
 
@@ -105,7 +109,7 @@ def test_sums_are_divided_by_the_words_of_all_readers(run_processes):
 @pytest.mark.parametrize("name", ["chosen", "grouped"])
 def test_precision_is_lower_for_experts_too(name, more, run_processes):
     losses = plain(name, 0.1, 2.0)[0]
-    for mine in train(run_processes, name, {"dp_shard": 2, "ep": 2}, 4, more=more):
+    for mine in train(run_processes, name, {"ep": 2}, 4, more=more):
         assert mine[0] == pytest.approx(losses, rel=3e-2)
 
 
@@ -124,15 +128,15 @@ def test_precision_is_lower_for_experts_too(name, more, run_processes):
     ids=["compiled", "computed again", "offloaded", "in blocks"],
 )
 def test_what_else_sharding_does_it_does_to_experts(more, run_processes):
-    assert_as_plain(train(run_processes, "chosen", {"dp_shard": 2, "ep": 2}, 4, more=more), "chosen")
+    assert_as_plain(train(run_processes, "chosen", {"ep": 2}, 4, more=more), "chosen")
 
 
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     [
-        (({"dp_shard": 2, "ep": 2}, 4), ({"ep": 2}, 2)),
+        (({"ep": 2}, 4), ({"ep": 2}, 2)),
         (({"ep": 2}, 2), None),
-        pytest.param(None, ({"dp_shard": 2, "ep": 2}, 4), marks=pytest.mark.full),
+        pytest.param(None, ({"ep": 2}, 4), marks=pytest.mark.full),
         pytest.param(({"ep": 4}, 4), ({"dp_shard": 2}, 2), marks=pytest.mark.full),
     ],
     ids=["2x2-2", "2-native", "native-2x2", "4-fsdp"],
@@ -153,7 +157,7 @@ def test_a_checkpoint_goes_on_with_experts_anywhere(saved, resumed, tmp_path, ru
 
 @pytest.mark.full
 def test_what_is_written_while_experts_are_whole_is_kept(run_processes):
-    environment = grid_job.environment({"dp_shard": 2, "ep": 2})
+    environment = grid_job.environment({"ep": 2})
     job = experts_problem.job, "written_while_whole", "chosen"
     found = run_processes(*job, world=4, environment=environment)
     assert found == [[]] * 4
@@ -169,7 +173,14 @@ def test_experts_are_loaded_by_one_rank(run_processes):
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_model_without_experts_conforms(tmp_path, conform):
-    options = ("--accel-set", "fsdp.ep_size=-1", "--accel-set", "fsdp.ep_modules=[]", "--accel-world", "1,2")
+    options = (
+        "--accel-set",
+        "parallelism.ep=-1",
+        "--accel-set",
+        "fsdp.ep_modules=[]",
+        "--accel-world",
+        "1,2",
+    )
     assert not conform(tmp_path, "fsdp", "--accel-level", "0,1,2,3,4", *options).failed
 
 
@@ -182,10 +193,19 @@ def refusal(run_processes, sizes, name="chosen", world=2, job=(experts_problem.j
     return str(caught.value)
 
 
-@pytest.mark.full
-def test_sizes_that_do_not_fill_the_world_spell_every_factor(run_processes):
+@pytest.mark.parametrize(("sizes", "world"), [({"dp_shard": 2, "ep": 4}, 8), ({"dp_shard": 1, "ep": 2}, 2)])
+def test_a_size_of_experts_that_was_meant_as_a_factor_is_refused_with_the_new_sizes(sizes, world):
+    dims = declared(FullyShardedDataParallelPlugin(), sizes, World(rank=0, size=world, local_size=world))
+    with pytest.raises(ConfigError) as caught:
+        arrange(dims, world)
+    said, remedy = str(caught.value).splitlines()
+    assert f"world {world}: ep {sizes['ep']} is no factor, it divides dp_shard" in said
+    assert remedy == f"set dp_shard: {world}, ep: {sizes['ep']}"
+
+
+def test_a_size_of_experts_that_does_not_divide_the_shards_is_refused(run_processes):
     text = refusal(run_processes, {"dp_shard": 2, "ep": 3})
-    assert "the mesh dp_replicate 1 × dp_shard 2 × ep 3 = 6, world 2" in text
+    assert "ep 3 does not divide the 2 rank(s) of dp_shard" in text
 
 
 def test_experts_that_do_not_divide_are_named_with_their_number(run_processes):
@@ -220,4 +240,6 @@ def test_a_call_of_another_kind_is_refused_with_its_shapes(run_processes):
 
 @pytest.mark.full
 def test_flat_weights_are_not_spread(run_processes):
-    assert "ep_size is for fsdp_version 2" in refusal(run_processes, {"ep": 2}, ACCEL__FSDP__FSDP_VERSION="1")
+    assert "parallelism.ep is for fsdp_version 2" in refusal(
+        run_processes, {"ep": 2}, ACCEL__FSDP__FSDP_VERSION="1"
+    )

@@ -13,7 +13,7 @@ from fsdp_problem import accelerator, distance
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from accel_core import Accelerator
+from accel_core import Accelerator, ParallelismConfig
 from accel_fsdp import FullyShardedDataParallelPlugin
 from accel_testing import Traffic
 
@@ -137,8 +137,10 @@ def _add(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -
 
 
 def renamed(options: dict[str, Any], folder: str) -> list[str]:
-    run = accelerator(plugin(**{"transformer_cls_names_to_wrap": ["Linear"], **options}))
-    model = Renamed(adds="pp_size" not in options)
+    given = {"transformer_cls_names_to_wrap": ["Linear"], **options}
+    stages = ParallelismConfig(pp=given.pop("pp", 1))
+    run = accelerator(plugin(**given), stages)
+    model = Renamed(adds="pp" not in options)
     model = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))[0]
     names = [*run.get_state_dict(model, rank0_only=False)]
     run.save_model(model, folder)
@@ -148,13 +150,13 @@ def renamed(options: dict[str, Any], folder: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "options",
-    [{"version": 1}, {"version": 2}, {"state_dict_type": "FULL_STATE_DICT"}, {"pp_size": 2}],
+    [{"version": 1}, {"version": 2}, {"state_dict_type": "FULL_STATE_DICT"}, {"pp": 2}],
     ids=str,
 )
 def test_hooks_that_rename_weights_or_add_to_them_are_followed(
     options: dict[str, Any], tmp_path: Path, run_processes
 ) -> None:
-    wanted = sorted(Renamed(adds="pp_size" not in options).state_dict())
+    wanted = sorted(Renamed(adds="pp" not in options).state_dict())
     assert "old.0.bias" in wanted
     for names in run_processes(renamed, options, str(tmp_path)):
         assert sorted(names) == wanted

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel_core import Accelerator, AccelError
+from accel_core import Accelerator, AccelError, ParallelismConfig
 from accel_fsdp import FullyShardedDataParallelPlugin
 
 pytestmark = pytest.mark.full
@@ -94,10 +94,8 @@ def in_a_pipeline(pipeline: bool) -> list[Tensor]:
             optimizer.step()
             optimizer.zero_grad()
         return [*net.state_dict().values()]
-    stages = FullyShardedDataParallelPlugin(
-        pp_size=2, pp_split_points=["1"], transformer_cls_names_to_wrap=["Linear"]
-    )
-    run = Accelerator(device="cpu", strategy="fsdp", plugins=[stages])
+    stages = FullyShardedDataParallelPlugin(pp_split_points=["1"], transformer_cls_names_to_wrap=["Linear"])
+    run = Accelerator(device="cpu", strategy="fsdp", plugins=[stages, ParallelismConfig(pp=2)])
     model, optimizer = run.prepare(net, optimizer)
     for step in range(2):
         run.forward_backward(model, iter(x[step, :2]), loss, microbatches=2)

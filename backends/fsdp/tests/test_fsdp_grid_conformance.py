@@ -17,15 +17,15 @@ ALL = "0,1,2,3,4"
 @pytest.mark.parametrize(
     ("stack", "settings", "levels", "worlds"),
     [
-        ("fsdp", ("fsdp.dp_replicate_size=2",), "3,4", "4"),
-        (SPLIT[0], (SPLIT[1], "fsdp.dp_shard_size=1", "tensor_parallel.tp_size=-1"), ALL, "1,2"),
-        (SPLIT[0], (SPLIT[1], "tensor_parallel.tp_size=2"), "3,4", "4"),
-        ("fsdp", ("fsdp.pp_size=-1", "fsdp.pp_schedule=1F1B"), ALL, "1,2"),
-        ("fsdp", ("fsdp.pp_size=-1", "fsdp.pp_schedule=Interleaved1F1B"), ALL, "1,2"),
-        ("fsdp", ("fsdp.pp_size=2",), "3,4", "4"),
+        ("fsdp", ("parallelism.dp_replicate=2",), "3,4", "4"),
+        (SPLIT[0], (SPLIT[1], "parallelism.dp_shard=1", "parallelism.tp=-1"), ALL, "1,2"),
+        (SPLIT[0], (SPLIT[1], "parallelism.tp=2"), "3,4", "4"),
+        ("fsdp", ("parallelism.pp=-1", "fsdp.pp_schedule=1F1B"), ALL, "1,2"),
+        ("fsdp", ("parallelism.pp=-1", "fsdp.pp_schedule=Interleaved1F1B"), ALL, "1,2"),
+        ("fsdp", ("parallelism.pp=2",), "3,4", "4"),
         pytest.param(
             "fsdp+cp",
-            ("fsdp.dp_shard_size=1",),
+            ("parallelism.dp_shard=1", "parallelism.cp=-1"),
             ALL,
             "1,2",
             marks=pytest.mark.needs("accel-context-parallel"),

@@ -224,7 +224,7 @@ def test_sizes_that_do_not_fill_the_world_spell_every_factor(run_processes):
 def test_a_weight_that_does_not_divide_is_named_with_its_shape(run_processes):
     text = refusal(run_processes, {"tp": 3}, {"blocks.*.up": "colwise"}, world=3)
     assert "blocks.0.up.weight of shape (16, 8) is split along dimension 0, and 16 is not a multiple" in text
-    assert "tensor-parallel.tp_size 3" in text
+    assert "parallelism.tp 3" in text
 
 
 def test_a_pattern_that_matches_nothing_is_named_with_near_ones(run_processes):

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_problem import TIMEOUT, accelerator, net, plugin
+from fsdp_problem import TIMEOUT, accelerator, net, plugin, sized
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from accel_core import Accelerator, AccelError, ConfigError
-from accel_fsdp import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
+from accel_fsdp import TorchTensorParallelPlugin
 from accel_fsdp.sharding.norms import Layout, clip_norm
 
 VERSIONS = (1, 2)
@@ -74,11 +74,11 @@ def loss_of(model: nn.Module, ids: Tensor) -> tuple[Tensor, None]:
 
 
 def in_stages(stages: int) -> tuple[list[Tensor], dict[str, Tensor]]:
-    config = FullyShardedDataParallelPlugin(pp_size=2, pp_split_points=["model.layers.1"])
+    configs = sized(pp=2, pp_split_points=["model.layers.1"])
     run = Accelerator(
         device="cpu",
         strategy="fsdp" if stages else "single",
-        plugins=[TIMEOUT, *([config] if stages else [])],
+        plugins=[TIMEOUT, *(configs if stages else [])],
     )
     model = llama().double()
     model, optimizer = run.prepare(model, SGD(model.parameters(), lr=0.5))
@@ -121,8 +121,8 @@ def parted_heads() -> str:
 @pytest.mark.needs("transformers")
 def test_heads_are_not_split(run_processes) -> None:
     for said in run_processes(parted_heads):
-        assert said.startswith("model.layers.0.self_attn.k_proj is split over tensor-parallel.tp_size 2")
-        assert said.splitlines()[-1] == "choose a tp_size that divides 1"
+        assert said.startswith("model.layers.0.self_attn.k_proj is split over parallelism.tp 2")
+        assert said.splitlines()[-1] == "choose a size that divides 1"
 
 
 class Head(nn.Sequential):

@@ -6,8 +6,8 @@ import parity_job
 import pytest
 import torch
 
-REPLICAS = {"dp_replicate_size": 2}
-STAGES = {"pp_size": 2}
+REPLICAS = {"dp_replicate": 2}
+STAGES = {"pp": 2}
 INTERLEAVED = {**STAGES, "pp_schedule": "Interleaved1F1B"}
 
 
@@ -22,7 +22,7 @@ INTERLEAVED = {**STAGES, "pp_schedule": "Interleaved1F1B"}
         *((kind, STAGES, False, 2) for kind in ("mlp", "conv", "gpt")),
         *((kind, INTERLEAVED, False, 2) for kind in ("mlp", "gpt")),
         *((kind, STAGES, False, 4) for kind in ("mlp", "gpt")),
-        ("gpt", {**STAGES, "dp_replicate_size": 2, "dp_shard_size": 1}, False, 4),
+        ("gpt", {**STAGES, "dp_replicate": 2, "dp_shard": 1}, False, 4),
     ],
 )
 def test_fifty_steps_are_those_of_one_process(kind, options, split, world, run_processes):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from pipeline_problem import Bare, Gpt, Muddled, Named
 
-from accel_fsdp import FullyShardedDataParallelPlugin
+from accel_core import ConfigError
 
 SPLIT = {
     "parallelize_plan": {
@@ -19,7 +19,7 @@ SPLIT = {
     "loss_parallel": True,
 }
 
-PIPE = {"pp_size": 2}
+PIPE = {"pp": 2}
 WAYS = {
     "native": ({}, 1),
     "pipeline": (PIPE, 2),
@@ -48,7 +48,7 @@ def assert_same(found, native):
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"])
 @pytest.mark.by_default
 def test_losses_norms_and_weights_equal_one_process(native, schedule, run_processes):
-    options = {"pp_size": 2, "pp_schedule": schedule}
+    options = {"pp": 2, "pp_schedule": schedule}
     first, last = run_processes(problem.trained, Gpt, options, world=2, timeout=100)
     for found in (first, last):
         assert_same(found, native)
@@ -60,7 +60,7 @@ def test_losses_norms_and_weights_equal_one_process(native, schedule, run_proces
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_losses_that_are_sums_are_divided_by_the_tokens_of_the_window(world, run_processes):
     plainly = problem.counted_plainly()
-    for found in run_processes(problem.counted, {"pp_size": 2}, world=world, timeout=100):
+    for found in run_processes(problem.counted, {"pp": 2}, world=world, timeout=100):
         torch.testing.assert_close(found, plainly, rtol=0, atol=1e-12)
 
 
@@ -74,21 +74,21 @@ def native_tied(run_processes):
 
 
 def test_tied_weights_stay_one_weight(native_tied, run_processes):
-    for found in run_processes(problem.trained, problem.tied, {"pp_size": 2}, world=2, timeout=100):
+    for found in run_processes(problem.trained, problem.tied, {"pp": 2}, world=2, timeout=100):
         assert_same(found, native_tied)
 
 
 @pytest.mark.full
 def test_what_stages_have_summed_is_counted_once_where_another_window_adds_to_it(run_processes):
     (expected,) = run_processes(problem.trained_by_two_windows, {}, world=1)
-    for norms in run_processes(problem.trained_by_two_windows, {"pp_size": 2}, world=2, timeout=100):
+    for norms in run_processes(problem.trained_by_two_windows, {"pp": 2}, world=2, timeout=100):
         assert norms == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.full
 def test_they_begin_as_those_of_the_first_stage_and_are_saved_once(tmp_path, run_processes):
     ((loss, weights),) = run_processes(problem.begun_apart, {}, str(tmp_path / "one"), world=1)
-    for found, theirs in run_processes(problem.begun_apart, {"pp_size": 2}, str(tmp_path / "two"), world=2):
+    for found, theirs in run_processes(problem.begun_apart, {"pp": 2}, str(tmp_path / "two"), world=2):
         assert found == pytest.approx(loss, rel=1e-4)
         assert theirs.keys() == weights.keys()
         assert "head.weight" not in weights
@@ -109,9 +109,9 @@ def test_they_are_saved_as_one_and_loaded_by_both(tmp_path, saver, loader, run_p
     "options",
     [
         {"pp_schedule": "Interleaved1F1B"},
-        {"pp_size": 4},
+        {"pp": 4},
         {"cpu_offload": True},
-        {"pp_size": 2, "split": SPLIT},
+        {"pp": 2, "split": SPLIT},
         {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["Block"]},
         {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["Embedding"]},
     ],
@@ -126,13 +126,13 @@ def test_so_they_do_however_stages_are_laid_out(native_tied, options, run_proces
 def test_activations_of_blocks_may_be_computed_again_in_whichever_stage_they_are(native, run_processes):
     options = {"activation_checkpointing": True, "transformer_cls_names_to_wrap": ["Block"]}
     first, last = run_processes(
-        problem.trained, Gpt, {"pp_size": 2, "pp_split_points": ["norm"], **options}, 3, world=2
+        problem.trained, Gpt, {"pp": 2, "pp_split_points": ["norm"], **options}, 3, world=2
     )
     assert first["losses"] == last["losses"] == pytest.approx(native["losses"][:3], rel=1e-3)
 
 
 def test_stages_of_two_ranks_are_sharded_over_two_more(native, run_processes):
-    options = {"pp_size": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    options = {"pp": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
     options["transformer_cls_names_to_wrap"] = ["Block"]
     for found in run_processes(problem.trained, Gpt, options, world=4, timeout=100):
         assert_same(found, native)
@@ -141,7 +141,7 @@ def test_stages_of_two_ranks_are_sharded_over_two_more(native, run_processes):
 @pytest.mark.full
 @pytest.mark.parametrize("schedule", ["1F1B", pytest.param("Interleaved1F1B", marks=pytest.mark.full)])
 def test_layers_of_stages_are_split_over_two_ranks_each(native, schedule, run_processes):
-    options = {"pp_size": 2, "pp_schedule": schedule, "split": SPLIT}
+    options = {"pp": 2, "pp_schedule": schedule, "split": SPLIT}
     found = run_processes(problem.trained, Gpt, options, world=4, timeout=100)
     for each in found:
         assert_same(each, native)
@@ -163,7 +163,7 @@ def test_a_model_may_be_built_on_the_meta_device(run_processes):
 @pytest.mark.full
 def test_the_first_step_draws_and_counts_no_more_than_others(run_processes):
     ((counts, _),) = run_processes(problem.normed, {}, world=1)
-    for mine, (first, second) in run_processes(problem.normed, {"pp_size": 2}, world=2):
+    for mine, (first, second) in run_processes(problem.normed, {"pp": 2}, world=2):
         assert first == second
         assert mine == {name: pytest.approx(counts[name], abs=1e-4) for name in mine}
         assert mine, "the stage has no buffers"
@@ -186,7 +186,7 @@ def test_a_window_may_be_shorter_than_the_pipeline(schedule, run_processes):
 @pytest.mark.parametrize("schedule", ["1F1B", "LoopedBFS"])
 def test_a_window_of_one_micro_batch_may_follow_longer_ones_where_stages_are_sharded(schedule, run_processes):
     (native,) = run_processes(problem.shrunk, {}, world=1)
-    options = {"pp_size": 2, "dp_shard_size": 2, "pp_schedule": schedule}
+    options = {"pp": 2, "dp_shard": 2, "pp_schedule": schedule}
     for weights in run_processes(problem.shrunk, options, world=4):
         torch.testing.assert_close(weights, native)
 
@@ -198,7 +198,7 @@ def test_a_number_of_micro_batches_that_the_schedule_cannot_have_is_named(run_pr
 
 
 def test_a_model_names_its_split_points_and_the_config_overrules_it(run_processes):
-    named = run_processes(problem.trained, Named, {"pp_size": 2}, 1, world=2)
+    named = run_processes(problem.trained, Named, {"pp": 2}, 1, world=2)
     other = run_processes(problem.trained, Named, {"pp_split_points": ["blocks.3"]}, 1, world=2)
     assert named[0]["held"] < other[0]["held"]
     assert named[0]["losses"] == pytest.approx(other[0]["losses"])
@@ -242,7 +242,7 @@ def test_what_one_saved_the_other_goes_on_with(tmp_path, saver, loader, run_proc
     ],
 )
 def test_a_model_that_cannot_be_cut_is_refused(kind, options, words, run_processes):
-    for said in run_processes(problem.unprepared, kind, {"pp_size": 2, **options}, world=2):
+    for said in run_processes(problem.unprepared, kind, {"pp": 2, **options}, world=2):
         assert words in said
 
 
@@ -255,13 +255,13 @@ def test_a_model_that_cannot_be_cut_is_refused(kind, options, words, run_process
     ],
 )
 def test_a_parameter_that_cannot_be_sharded_is_refused_by_the_ranks_of_all_stages(kind, words, run_processes):
-    for said in run_processes(problem.unprepared, kind, {"pp_size": 2}, world=2):
+    for said in run_processes(problem.unprepared, kind, {"pp": 2}, world=2):
         assert words in said
 
 
 @pytest.mark.full
 def test_a_module_that_is_registered_out_of_turn_is_named(run_processes):
-    said = run_processes(problem.unprepared, Muddled, {"pp_size": 2}, world=2)
+    said = run_processes(problem.unprepared, Muddled, {"pp": 2}, world=2)
     assert "norm is of stage 0" in said[1]
 
 
@@ -276,13 +276,13 @@ def test_a_module_that_is_registered_out_of_turn_is_named(run_processes):
     ],
 )
 def test_what_skips_a_stage_is_refused(kind, schedule, run_processes):
-    said = run_processes(problem.unprepared, kind, {"pp_size": 2, "pp_schedule": schedule}, world=2)
+    said = run_processes(problem.unprepared, kind, {"pp": 2, "pp_schedule": schedule}, world=2)
     assert any("beside the one tensor that stages send" in each for each in said)
 
 
 @pytest.mark.full
 def test_a_layer_that_gives_several_values_is_refused_by_the_stage_after_it(run_processes):
-    _, said = run_processes(problem.unprepared, problem.Several, {"pp_size": 2}, world=2)
+    _, said = run_processes(problem.unprepared, problem.Several, {"pp": 2}, world=2)
     assert said.startswith("pipeline: stage 1 cannot pass over the modules before it in Several")
     assert "ValueError: not enough values to unpack" in said
     assert "fsdp.pp_split_points" in said.splitlines()[-1]
@@ -290,28 +290,28 @@ def test_a_layer_that_gives_several_values_is_refused_by_the_stage_after_it(run_
 
 @pytest.mark.full
 def test_activations_that_go_by_keyword_are_refused_by_the_stage_before(run_processes):
-    said, _ = run_processes(problem.unprepared, problem.ByKeyword, {"pp_size": 2}, world=2)
+    said, _ = run_processes(problem.unprepared, problem.ByKeyword, {"pp": 2}, world=2)
     assert said.startswith("pipeline: blocks.2, where stage 1 begins, is called without a positional")
 
 
 @pytest.mark.full
 def test_activations_that_are_pairs_are_refused_by_the_stage_before(run_processes):
     """The next stage got the first of them, and could take its rows for the pair."""
-    said, _ = run_processes(problem.unprepared, problem.Paired, {"pp_size": 2}, world=2)
+    said, _ = run_processes(problem.unprepared, problem.Paired, {"pp": 2}, world=2)
     assert said.startswith("pipeline: blocks.2, where stage 1 begins, is called with a tuple first")
 
 
 @pytest.mark.full
 def test_activations_of_any_memory_order_are_sent(run_processes):
     (plain,) = run_processes(problem.trained, problem.Transposed, {}, 3, world=1)
-    found, _ = run_processes(problem.trained, problem.Transposed, {"pp_size": 2}, 3, world=2)
+    found, _ = run_processes(problem.trained, problem.Transposed, {"pp": 2}, 3, world=2)
     assert found["losses"] == pytest.approx(plain["losses"], abs=1e-5)
 
 
 @pytest.mark.full
 def test_a_hook_of_the_model_is_given_outputs_and_not_what_stages_send(run_processes):
     (plain,) = run_processes(problem.trained, problem.Scaled, {}, 3, world=1)
-    found, _ = run_processes(problem.trained, problem.Scaled, {"pp_size": 2}, 3, world=2)
+    found, _ = run_processes(problem.trained, problem.Scaled, {"pp": 2}, 3, world=2)
     assert found["losses"] == pytest.approx(plain["losses"], abs=1e-5)
 
 
@@ -327,14 +327,14 @@ def test_hooks_put_after_prepare_and_those_of_gradients_are_for_outputs_of_the_m
 
 @pytest.mark.full
 def test_a_backward_hook_of_a_module_in_several_stages_is_refused(run_processes):
-    options = {"pp_size": 2, "pp_split_points": ["1.2"]}
+    options = {"pp": 2, "pp_split_points": ["1.2"]}
     for said in run_processes(problem.unprepared, problem.Listed, options, world=2):
         assert said.startswith("pipeline: a backward hook of 1 is never called, as no stage has its inputs")
 
 
 @pytest.mark.full
 def test_a_backward_hook_of_the_model_is_refused_where_its_input_requires_a_gradient(run_processes):
-    said, _ = run_processes(problem.hooked_with_an_input_that_requires_a_gradient, {"pp_size": 2}, world=2)
+    said, _ = run_processes(problem.hooked_with_an_input_that_requires_a_gradient, {"pp": 2}, world=2)
     assert said.startswith("pipeline: a backward hook of Sequential, whose input requires a gradient, is")
 
 
@@ -361,7 +361,7 @@ def test_draws_after_the_model_leave_those_before_it_alike(schedule, every, run_
 @pytest.mark.parametrize("kind", [problem.InPlace, problem.Recomputed])
 def test_what_is_computed_before_a_stage_begins_changes_nothing_in_it(kind, run_processes):
     (plain,) = run_processes(problem.trained, kind, {}, 3, world=1)
-    for found in run_processes(problem.trained, kind, {"pp_size": 2}, 3, world=2):
+    for found in run_processes(problem.trained, kind, {"pp": 2}, 3, world=2):
         assert_same(found, plain)
         assert found["evaluated"] == pytest.approx(plain["evaluated"], rel=1e-3)
 
@@ -383,8 +383,8 @@ def test_after_an_exception_in_a_window_the_next_is_refused(run_processes):
 
 @pytest.mark.full
 def test_version_1_has_no_stages():
-    with pytest.raises(ValueError, match="pp_size is for fsdp_version 2"):
-        FullyShardedDataParallelPlugin(fsdp_version=1, pp_size=2)
+    with pytest.raises(ConfigError, match="parallelism.pp is for fsdp_version 2"):
+        problem.accelerator_of(fsdp_version=1, pp=2)
 
 
 @pytest.mark.full
@@ -402,7 +402,7 @@ def test_version_1_has_no_stages():
 def test_a_stage_that_no_rank_shares_stays_whole(options, whole, run_processes):
     precision = {"mixed_precision": "bf16"} if "bf16" in options.values() else {}
     losses, norms, *_ = problem.staged(precision)
-    for found in run_processes(problem.staged, {"pp_size": 2, **options}, world=2, timeout=100):
+    for found in run_processes(problem.staged, {"pp": 2, **options}, world=2, timeout=100):
         near = 1e-5 if not precision else 1e-4 if whole else 1e-2
         assert found[0] == pytest.approx(losses, rel=near)
         assert found[1] == pytest.approx(norms, rel=100 * near)
@@ -423,7 +423,7 @@ def test_sharded_stages_send_activations_in_the_dtype_that_they_compute_in(run_p
 @pytest.mark.full
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"])
 def test_a_window_reduces_once_whatever_its_number_of_micro_batches(schedule, run_processes):
-    options = {"pp_size": 2, "pp_schedule": schedule, "transformer_cls_names_to_wrap": ["Block"]}
+    options = {"pp": 2, "pp_schedule": schedule, "transformer_cls_names_to_wrap": ["Block"]}
     for few, many in run_processes(problem.reductions, options, [2, 8], world=4, timeout=100):
         assert few == many == 3  # two blocks, and the model around them
 
@@ -432,7 +432,7 @@ BLOCK = sum(p.numel() for p in problem.Block().parameters()) * 4
 
 
 def test_a_stage_gathers_each_of_its_blocks_once_per_window(run_processes):
-    found = run_processes(problem.gathers, {"pp_size": 2}, 8, world=4, timeout=100)
+    found = run_processes(problem.gathers, {"pp": 2}, 8, world=4, timeout=100)
     for number, _, lines in found:
         assert number == 4 + 1  # four blocks, and the model around them
         assert any(line.endswith(f"4 groups: {BLOCK:,} bytes each") for line in lines)
@@ -440,8 +440,8 @@ def test_a_stage_gathers_each_of_its_blocks_once_per_window(run_processes):
 
 @pytest.mark.full
 def test_gathering_blocks_for_each_micro_batch_has_to_be_asked_for_and_computes_the_same(run_processes):
-    options = {"pp_size": 2, "reshard_after_forward": True}
-    kept = run_processes(problem.gathers, {"pp_size": 2}, 8, world=4, timeout=100)
+    options = {"pp": 2, "reshard_after_forward": True}
+    kept = run_processes(problem.gathers, {"pp": 2}, 8, world=4, timeout=100)
     again = run_processes(problem.gathers, options, 8, world=4, timeout=100)
     for (few, loss, _), (many, same, _) in zip(kept, again, strict=True):
         assert many > 8 * (few - 1)
@@ -452,7 +452,7 @@ def test_what_a_stage_holds_is_explained(run_processes):
     model = problem.Gpt(8)
     ends = [(model.tokens, model.where, *model.blocks[:4]), (*model.blocks[4:], model.norm, model.head)]
     held = [sum(p.numel() for part in parts for p in part.parameters()) * 4 for parts in ends]
-    first, last = (lines for _, _, lines in run_processes(problem.gathers, {"pp_size": 2}, 2, world=2))
+    first, last = (lines for _, _, lines in run_processes(problem.gathers, {"pp": 2}, 2, world=2))
     assert f"pipeline stage 0 of 0 to 1: tokens to blocks.3, 6 modules, {held[0]:,} bytes" in first
     assert f"pipeline stage 1 of 0 to 1: blocks.4 to head, 6 modules, {held[1]:,} bytes" in last
 

@@ -7,19 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_problem import MLP, TIMEOUT
+from fsdp_problem import MLP, TIMEOUT, sized
 from torch import Tensor, nn
 
 from accel_core import Accelerator, ConfigError
-from accel_fsdp import FullyShardedDataParallelPlugin
 
-HSDP = {"sharding_strategy": "HYBRID_SHARD", "dp_replicate_size": 2}
+HSDP = {"sharding_strategy": "HYBRID_SHARD", "dp_replicate": 2}
 Made = tuple[Accelerator, nn.Module, Any]
 
 
 def made(model: nn.Module, optimizer: Any = torch.optim.AdamW, **options: Any) -> Made:
-    plugin = FullyShardedDataParallelPlugin(**options)
-    run = Accelerator(device="cpu", strategy="fsdp", plugins=[TIMEOUT, plugin])
+    run = Accelerator(device="cpu", strategy="fsdp", plugins=[TIMEOUT, *sized(**options)])
     return (run, *run.prepare(model, optimizer(model.parameters(), lr=0.01)))
 
 

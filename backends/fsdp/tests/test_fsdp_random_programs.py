@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from accel_core import Accelerator, TorchDynamoPlugin
+from accel_core import Accelerator, ParallelismConfig, TorchDynamoPlugin
 from accel_fsdp import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
 from accel_testing.random_programs import Program, make_program, require_equal, train
 
@@ -36,8 +36,8 @@ STACKS: dict[str, tuple[int, int, Sequence[Any]]] = {
     ),
     "version 2": (2, 2, [options()]),
     "version 2, blocks checkpointed": (2, 2, [options(min_num_params=10, activation_checkpointing=True)]),
-    "replicas": (4, 4, [options(min_num_params=10, dp_replicate_size=2)]),
-    "split": (2, 1, [options(dp_shard_size=1), SPLIT]),
+    "replicas": (4, 4, [options(min_num_params=10), ParallelismConfig(dp_replicate=2)]),
+    "split": (2, 1, [options(), ParallelismConfig(dp_shard=1), SPLIT]),
     "split and sharded": (4, 2, [options(), SPLIT]),
 }
 """Ranks, those that read different batches, plugins."""

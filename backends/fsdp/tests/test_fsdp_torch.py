@@ -12,8 +12,7 @@ from fsdp_problem import TIMEOUT
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from accel_core import Accelerator
-from accel_fsdp import FullyShardedDataParallelPlugin
+from accel_core import Accelerator, ParallelismConfig
 from accel_fsdp.experts.stacks import Spread
 
 NAMES = {
@@ -45,7 +44,7 @@ def replicated_by_slices() -> tuple[int, tuple[str, ...] | None]:
     run = Accelerator(
         device="cpu",
         strategy="fsdp",
-        plugins=[TIMEOUT, FullyShardedDataParallelPlugin(dp_replicate_size=2)],
+        plugins=[TIMEOUT, ParallelismConfig(dp_replicate=2)],
     )
     model = run.prepare(nn.Linear(8, 8))
     run.backward(model(torch.ones(1, 8)).sum())
@@ -63,9 +62,7 @@ def groups_left() -> list[int]:
     dist.init_process_group("cpu:gloo")
     found = []
     for _ in range(3):
-        run = Accelerator(
-            device="cpu", strategy="fsdp", plugins=[FullyShardedDataParallelPlugin(dp_replicate_size=2)]
-        )
+        run = Accelerator(device="cpu", strategy="fsdp", plugins=[ParallelismConfig(dp_replicate=2)])
         model = run.prepare(nn.Linear(8, 8))
         run.backward(model(torch.ones(1, 8)).sum())
         run.end_training()
@@ -95,9 +92,7 @@ def norms(run: Accelerator) -> list[float]:
 
 
 def replicated() -> Accelerator:
-    return Accelerator(
-        device="cpu", strategy="fsdp", plugins=[TIMEOUT, FullyShardedDataParallelPlugin(dp_replicate_size=2)]
-    )
+    return Accelerator(device="cpu", strategy="fsdp", plugins=[TIMEOUT, ParallelismConfig(dp_replicate=2)])
 
 
 def after_others() -> list[list[float]]:

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
-from accel_core import AccelError, GradScalerKwargs
+from accel_core import AccelError, GradScalerKwargs, ParallelismConfig
 
 VERSIONS = (1, 2)
 Trained = tuple[list[float], dict[str, torch.Tensor]]
@@ -283,8 +283,10 @@ def test_units_share_one_loss_scale_whose_overflows_all_ranks_know(run_processes
 
 def overflow_in_one_replica(version: int) -> list[bool]:
     scale = GradScalerKwargs(init_scale=4.0)
-    config = plugin("mlp", version, dp_replicate_size=2)
-    run = accelerator(config, mixed_precision="fp16", kwargs_handlers=[scale])
+    config = plugin("mlp", version)
+    run = accelerator(
+        config, ParallelismConfig(dp_replicate=2), mixed_precision="fp16", kwargs_handlers=[scale]
+    )
     model = net("mlp")
     model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     skipped = []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_problem import TIMEOUT, accelerator, distance, net, plugin
+from fsdp_problem import TIMEOUT, accelerator, distance, net, plugin, sized
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -66,7 +66,7 @@ class Mixture(nn.Module):
 
 
 def started(net: nn.Module, optimizer: str, sharded: bool, **options: Any) -> tuple[Accelerator, Any, Any]:
-    plugins = [TIMEOUT, FullyShardedDataParallelPlugin(**options)] if sharded else []
+    plugins = [TIMEOUT, *sized(**options)] if sharded else []
     run = Accelerator(device="cpu", strategy="fsdp" if sharded else "single", plugins=plugins)
     return (run, *run.prepare(net, getattr(torch.optim, optimizer)(net.parameters(), **DECAYS)))
 
@@ -110,7 +110,7 @@ def test_ranks_that_use_different_parameters_train_as_one_process_does(case: str
 def test_replicas_of_shards_that_use_different_parameters_train_as_one_process_does(run_processes) -> None:
     used = [[*step, *step] for step in CASES["by rank later"]]
     expected = of_heads(CASES["by rank later"], False, {})
-    options = {**FINDS, "dp_replicate_size": 2}
+    options = {**FINDS, "dp_replicate": 2}
     for found in run_processes(of_four, used, options, world=4):
         torch.testing.assert_close(found, expected)
 
@@ -411,10 +411,8 @@ def in_a_pipeline(used: list[list[list[int]]] | None, pipeline: bool) -> dict[st
     For another number of micro-batches torch learns the shapes anew, by a backward of its own.
     """
     net = Stages().double()
-    stages = FullyShardedDataParallelPlugin(
-        pp_size=2, pp_split_points=["other"], find_unused_parameters=used is not None
-    )
-    plugins = [TIMEOUT, stages] if pipeline else []
+    stages = sized(pp=2, pp_split_points=["other"], find_unused_parameters=used is not None)
+    plugins = [TIMEOUT, *stages] if pipeline else []
     run = Accelerator(device="cpu", strategy="fsdp" if pipeline else "single", plugins=plugins)
     model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), **DECAYS))
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
-from accel_core import Accelerator, InitProcessGroupKwargs, TorchDynamoPlugin
+from accel_core import Accelerator, InitProcessGroupKwargs, ParallelismConfig, TorchDynamoPlugin
 from accel_fsdp import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
 from accel_testing import Traffic
 from accel_testing.patience import patience
@@ -198,14 +198,14 @@ def clip_by_hand(model, stages=None):
 
 def by_accelerator(sizes, scale):
     """Return the function that trains a window, and the one that ends the run."""
-    options = {f"{name}_size": size for name, size in sizes.items() if name != "tp"}
     given = [
         InitProcessGroupKwargs(timeout=PATIENCE),
-        FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=["Block"], **options),
+        FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=["Block"]),
+        ParallelismConfig(**sizes),
     ]
     if "tp" in sizes:
         plan = {f"blocks.*.{name}": style for name, style in PLAN.items()}
-        given.append(TorchTensorParallelPlugin(tp_size=sizes["tp"], parallelize_plan=plan))
+        given.append(TorchTensorParallelPlugin(parallelize_plan=plan))
     if scale.compiled:
         given.append(TorchDynamoPlugin(backend="inductor", use_regional_compilation=True))
     run = Accelerator(cpu=True, plugins=given, gradient_accumulation_steps=1 if "pp" in sizes else WINDOW)

@@ -137,6 +137,7 @@ def accelerator(**options: Any) -> Any:
 
     precision, strategy = options.pop("mixed_precision", "no"), options.pop("strategy", "megatron")
     handlers = options.pop("kwargs_handlers", [])
+    sizes = options.pop("parallelism_config", None)
     plugins = [MegatronLMPlugin(**options)] if strategy == "megatron" else []
     return Accelerator(
         device="cpu",
@@ -144,6 +145,7 @@ def accelerator(**options: Any) -> Any:
         mixed_precision=precision,
         plugins=plugins,
         kwargs_handlers=handlers,
+        parallelism_config=sizes,
     )
 
 

@@ -182,7 +182,7 @@ def by_variables() -> tuple[Any, ...]:
     accelerator = Accelerator(cpu=True)
     (plugin,) = (each for each in accelerator.run.plugins.values() if hasattr(each, "steppers"))
     config = plugin.config
-    return config.tp_degree, config.use_distributed_optimizer, dict(config.other_megatron_args)
+    return config.tp, config.use_distributed_optimizer, dict(config.other_megatron_args)
 
 
 def with_variables() -> tuple[Any, ...]:

@@ -9,6 +9,8 @@ from attrs import fields
 
 from accel_core import RunConfig, World
 from accel_megatron import MegatronLMPlugin, launching
+from accel_megatron.checks import of_world
+from accel_megatron.config import Sized
 
 SEEDS = set(
     """
@@ -43,9 +45,6 @@ def test_every_option_people_know_is_there() -> None:
         ({"custom_train_step_class": object, "custom_loss_function": len}, "leave custom_loss_function out"),
         ({"consumed_samples": [8, 0, 0, 0]}, "three numbers"),
         ({"seq_length": 8, "encoder_seq_length": 8}, "two names"),
-        ({"sequence_parallelism": True}, "tp_degree"),
-        ({"num_layers_per_virtual_pipeline_stage": 1}, "pp_degree"),
-        ({"pp_degree": 4, "num_micro_batches": 2}, "stages would idle"),
         ({"train_iters": 5, "lr_decay_samples": 9}, "give all of them in one"),
         ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 3}, "set one"),
         ({"start_weight_decay": 0.0, "end_weight_decay": 0.1}, "weight_decay_incr_style"),
@@ -59,20 +58,41 @@ def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], says: str) -
     assert any(name in str(caught.value) for name in options)
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"sequence_parallelism": True}, "set parallelism.tp: 2 or more"),
+        ({"num_layers_per_virtual_pipeline_stage": 1}, "set parallelism.pp: 2 or more"),
+        ({"pp": 4, "num_micro_batches": 2}, "stages would idle"),
+    ],
+)
+def test_options_that_need_other_sizes_are_refused(options: dict[str, Any], says: str) -> None:
+    assert says in " ".join(of_world(Sized(**options), World(size=4)))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "found"),
+    [({}, (1, 1, 1)), ({"tp": 2, "pp": -1}, (2, 4, 1)), ({"dp_replicate": 4, "tp": -1}, (2, 1, 1))],
+)
+def test_a_size_of_minus_one_is_the_ranks_that_the_others_leave(sizes: dict[str, int], found: Any) -> None:
+    sized = Sized.of(MegatronLMPlugin(), sizes, 8)
+    assert (sized.tp, sized.pp, sized.ep) == found
+
+
 def test_none_of_several_is_as_good_as_not_said() -> None:
     nothing = dict.fromkeys(("consumed_samples", "custom_train_step_kwargs", "other_megatron_args"))
     assert MegatronLMPlugin(**nothing) == MegatronLMPlugin()
 
 
 def test_a_batch_is_cut_into_one_micro_batch_a_stage_unless_told() -> None:
-    assert MegatronLMPlugin().micro_batches == 1
-    assert MegatronLMPlugin(pp_degree=4).micro_batches == 4
-    assert MegatronLMPlugin(pp_degree=4, num_micro_batches=8).micro_batches == 8
+    assert Sized().micro_batches == 1
+    assert Sized(pp=4).micro_batches == 4
+    assert Sized(pp=4, num_micro_batches=8).micro_batches == 8
 
 
 def test_ranks_that_split_layers_are_given_one_queue() -> None:
     world = World()
-    split = RunConfig(plugins={"megatron": MegatronLMPlugin(tp_degree=2)})
+    split = RunConfig(parallelism={"tp": 2})
 
     assert launching.launch_environment(split, world) == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     assert launching.launch_environment(RunConfig(), world) == {}

@@ -16,16 +16,17 @@ KNOWN = """
 test_2_training.py::test_forward_runs_in_the_precision[bf16]  # weights are in 16 bits, masters in float32
 test_2_training.py::test_forward_runs_in_the_precision[fp16]  # weights are in 16 bits, masters in float32
 """
-SHARDED = "use_distributed_optimizer=true"
-OTHERS = f"ddp,fsdp,megatron@1,megatron@2:megatron.pp_degree=2,megatron@2:megatron.{SHARDED}"
-GRID = ("tp_degree=2", "pp_degree=2", SHARDED)
-INTERLEAVED = ("pp_degree=2", "num_layers_per_virtual_pipeline_stage=1")
+SHARDED = "megatron.use_distributed_optimizer=true"
+OVERLAPPED = "megatron.other_megatron_args={overlap_grad_reduce: true}"
+OTHERS = f"ddp,fsdp,megatron@1,megatron@2:parallelism.pp=2,megatron@2:{SHARDED}"
+GRID = ("parallelism.tp=2", "parallelism.pp=2", SHARDED)
+INTERLEAVED = ("parallelism.pp=2", "megatron.num_layers_per_virtual_pipeline_stage=1")
 
 
 def kit(
     conform, folder: Path, *options: str, settings: tuple[str, ...] = (), partners: str = ""
 ) -> Conformance:
-    sets = [word for each in settings for word in ("--accel-set", f"megatron.{each}")]
+    sets = [word for each in settings for word in ("--accel-set", each)]
     options = (*options, *sets, "--accel-exchange-with", partners)
     return conform(folder, "megatron", *options, path=[Path(__file__).parent])
 
@@ -40,7 +41,7 @@ def preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("0,1,2", ()),
         pytest.param("3,4", (), marks=pytest.mark.full),
-        pytest.param("2,3,4", ("other_megatron_args={overlap_grad_reduce: true}",), marks=pytest.mark.full),
+        pytest.param("2,3,4", (OVERLAPPED,), marks=pytest.mark.full),
     ],
 )
 @pytest.mark.timeout(900)
@@ -61,13 +62,13 @@ def test_it_conforms(tmp_path: Path, levels: str, settings: tuple[str, ...], con
         *(
             (*each, "")
             for each in [
-                ("2", "2", ("tp_degree=2",)),
-                ("2", "2", ("pp_degree=2",)),
+                ("2", "2", ("parallelism.tp=2",)),
+                ("2", "2", ("parallelism.pp=2",)),
                 ("3", "4", GRID),
                 ("2,3,4", "2", INTERLEAVED),
                 ("2,3,4", "1,2", (SHARDED,)),
                 ("3,4", "4", (*INTERLEAVED, SHARDED)),
-                ("3,4", "4", ("tp_degree=2", SHARDED)),
+                ("3,4", "4", ("parallelism.tp=2", SHARDED)),
             ]
         ),
         pytest.param("2,4", "4", GRID, OTHERS, marks=pytest.mark.needs("accel-ddp", "accel-fsdp")),

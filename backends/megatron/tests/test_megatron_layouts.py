@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from megatron_jobs import MODELS, accelerator, optimizer_of
 
-from accel_core import ConfigError
+from accel_core import ConfigError, ParallelismConfig
 
 
 def refused(kind: str, settings: dict[str, Any], options: dict[str, Any]) -> str:
@@ -33,25 +33,24 @@ def refused(kind: str, settings: dict[str, Any], options: dict[str, Any]) -> str
         (
             {"tp_degree": 2, "expert_model_parallel_size": 4},
             {},
-            "expert_model_parallel_size 4 does not divide",
+            "parallelism.ep 4 does not divide",
         ),
         (
             {"tp_degree": 2},
             {"num_attention_heads": 1, "num_key_value_heads": 1},
-            "tp_degree 2 does not divide",
+            "parallelism.tp 2 does not divide",
         ),
-        ({"pp_degree": 2}, {"num_hidden_layers": 3}, "3 layers, which pp_degree 2 does not divide"),
+        ({"pp_degree": 2}, {"num_hidden_layers": 3}, "3 layers, which parallelism.pp 2 does not divide"),
         (
             {"pp_degree": 2, "num_layers_per_virtual_pipeline_stage": 3},
             {},
-            "pp_degree 2 × num_layers_per_virtual_pipeline_stage 3 does not divide",
+            "parallelism.pp 2 × num_layers_per_virtual_pipeline_stage 3 does not divide",
         ),
         (
             {"pp_degree": 2, "num_layers_per_virtual_pipeline_stage": 1, "num_micro_batches": 3},
             {},
-            "multiple of pp_degree 2",
+            "multiple of parallelism.pp 2",
         ),
-        ({"context_parallel_size": 2}, {}, "extensions: [cp] and cp.size: 2"),
         ({"other_megatron_args": {"hidden_droput": 0.0}}, {}, "did you mean hidden_dropout"),
         ({"other_megatron_args": {"lr": 0.0}}, {}, "the prepared optimizer"),
         (
@@ -71,21 +70,22 @@ def test_it_is_refused(options: dict[str, Any], settings: dict[str, Any], says: 
         assert says in found
 
 
-def beside_context_parallelism() -> str:
-    from accel_context_parallel import ContextParallelPlugin
-
+def beside_context_parallelism(options: dict[str, Any]) -> str:
     try:
-        accelerator(kwargs_handlers=[ContextParallelPlugin(size=2)])
+        accelerator(**options)
     except ConfigError as error:
         return str(error)
     return "nothing"
 
 
 @pytest.mark.needs("accel-context-parallel")
-def test_an_extension_that_divides_the_ranks_is_refused(run_processes) -> None:
-    for said in run_processes(beside_context_parallelism):
+@pytest.mark.parametrize(
+    "options", [{"parallelism_config": ParallelismConfig(cp=2)}, {"context_parallel_size": 2}], ids=str
+)
+def test_an_extension_that_divides_the_ranks_is_refused(options: dict[str, Any], run_processes) -> None:
+    for said in run_processes(beside_context_parallelism, options):
         assert "megatron: an extension divides the ranks along 'cp'" in said
-        assert said.endswith("set strategy: fsdp beside it")
+        assert said.endswith("set parallelism.cp: 1, or strategy: fsdp beside it")
 
 
 def test_the_librarys_own_attention_serves_no_parts_of_sequences() -> None:

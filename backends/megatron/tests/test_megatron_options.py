@@ -268,8 +268,10 @@ def contradicted() -> None:
     with pytest.raises(AccelError, match="prepare what accel_megatron.build_model"):
         ours.prepare(MODELS["gpt2"]())
     assert reconfigure(ours, seq_length=8).seq_length == 8
-    with pytest.raises(AccelError, match="give degrees to the Accelerator"):
+    with pytest.raises(AccelError, match="give sizes to the Accelerator"):
         reconfigure(ours, tp_degree=2)
+    with pytest.raises(AccelError, match="set parallelism.tp: 2 or more"):
+        reconfigure(ours, sequence_parallelism=True)
     with pytest.raises(AccelError, match="said by the model"):
         reconfigure(ours, other_megatron_args={"hidden_size": 32})
     with pytest.raises(AccelError, match="overlap_param_gather: it needs use_distributed_optimizer"):

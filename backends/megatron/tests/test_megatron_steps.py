@@ -188,7 +188,7 @@ def test_what_would_go_wrong_unseen_is_refused(run_processes) -> None:
 
 
 def refused_in_parts() -> None:
-    with pytest.raises(AccelError, match="leave tp_degree and pp_degree at 1"):
+    with pytest.raises(AccelError, match="leave parallelism.tp and parallelism.pp at 1"):
         accelerator(tp_degree=2).prepare(torch.nn.Linear(2, 2))
     with pytest.raises(AccelError, match="weight is float64, and megatron-core steps in float32"):
         accelerator(tp_degree=2).prepare(torch.nn.Linear(2, 2).double())

@@ -11,7 +11,7 @@ from te_problem import TIMEOUT, Block
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from accel_core import Accelerator
+from accel_core import Accelerator, ParallelismConfig
 from accel_transformer_engine import TransformerEngineConfig
 
 STEPS = 2
@@ -49,9 +49,7 @@ def goes_on(stages: int, source: Path | None, target: Path | None, steps: list[i
     config = TransformerEngineConfig(recipe="delayed", amax_history_len=16)
     plugins = [TIMEOUT, config]
     if stages > 1:
-        from accel_fsdp import FullyShardedDataParallelPlugin
-
-        plugins.append(FullyShardedDataParallelPlugin(pp_size=stages))
+        plugins.append(ParallelismConfig(pp=stages))
     run = Accelerator(device="cpu", mixed_precision="fp8-te", plugins=plugins)
     net = Deep()
     net, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))

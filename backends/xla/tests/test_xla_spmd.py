@@ -32,7 +32,7 @@ def spmd_resume(folder: str) -> Any:
 
 
 def spmd_resume_both(folder: str) -> Any:
-    return jobs.resume(jobs.SPMD, folder, plugins=jobs.spmd_config(dp_replicate_size=2))
+    return jobs.resume(jobs.SPMD, folder, plugins=jobs.spmd_config(dp_replicate=2))
 
 
 @pytest.mark.parametrize("job", [jobs.spmd_trained, jobs.spmd_replicated, jobs.spmd_both])

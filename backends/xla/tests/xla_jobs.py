@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from accel_core import Accelerator
+from accel_core import Accelerator, ParallelismConfig
 from accel_xla import SpmdConfig, XlaConfig
 
 BATCH, BATCHES = 8, 6
@@ -70,20 +70,20 @@ def trained(stack: dict[str, Any], **more: Any) -> list[tuple[float, float]]:
     return found
 
 
-def spmd_config(**options: int) -> list[SpmdConfig]:
-    return [SpmdConfig(cpu_devices=4, **options)]
+def spmd_config(**sizes: int) -> list[object]:
+    return [SpmdConfig(cpu_devices=4), ParallelismConfig(**sizes)]
 
 
-def spmd_trained(**options: int) -> list[tuple[float, float]]:
-    return trained(SPMD, plugins=spmd_config(**options))
+def spmd_trained(**sizes: int) -> list[tuple[float, float]]:
+    return trained(SPMD, plugins=spmd_config(**sizes))
 
 
 def spmd_replicated() -> list[tuple[float, float]]:
-    return spmd_trained(dp_replicate_size=-1, dp_shard_size=1)
+    return spmd_trained(dp_replicate=-1)
 
 
 def spmd_both() -> list[tuple[float, float]]:
-    return spmd_trained(dp_replicate_size=2)
+    return spmd_trained(dp_replicate=2)
 
 
 def shardings() -> dict[str, Any]:
@@ -134,7 +134,7 @@ def resume(stack: dict[str, Any], folder: str, **more: Any) -> tuple[list[tuple[
 
 def boxes(folder: str) -> dict[str, list[Any]]:
     """The boxes of each leaf of the model, under SPMD."""
-    accelerator, *_ = made(SPMD, plugins=spmd_config(dp_replicate_size=2))
+    accelerator, *_ = made(SPMD, plugins=spmd_config(dp_replicate=2))
     import torch_xla
 
     torch_xla.sync()

@@ -22,7 +22,7 @@ from click.testing import CliRunner
 from opened import rewrite
 
 from accel_checkpoint_tools.contents import Contents, Source
-from accel_core import Outline, commits, read_manifest, storage_at
+from accel_core import Outline, ParallelismConfig, commits, read_manifest, storage_at
 from accel_core.cli.group import accel
 from accel_core.storage.commit import manifest_of
 from accel_core.storage.files import write_file
@@ -116,7 +116,7 @@ def test_rows_and_columns_of_tensor_parallel_ranks_are_whole_tensors(tmp_path, r
 def test_stages_of_a_pipeline_are_one_model_by_its_names(tmp_path, world, run_processes):
     from accel_fsdp import FullyShardedDataParallelPlugin
 
-    cut = [FullyShardedDataParallelPlugin(pp_size=2, pp_split_points=["layers.1"])]
+    cut = [FullyShardedDataParallelPlugin(pp_split_points=["layers.1"]), ParallelismConfig(pp=2)]
     run_processes(jobs.train, str(tmp_path), "fsdp", None, 0, cut, world=world)
     before = (tmp_path / "step3").rename(tmp_path / "before")
     run_processes(jobs.train, str(tmp_path), "fsdp", str(tmp_path / "step2"), 2, cut, world=world)

@@ -64,14 +64,15 @@ def test_megatrons_part_of_a_config_file_is_its_section():
     found = convert(settings).config
 
     assert found["strategy"] == "megatron"
-    assert found["megatron"] == {"tp_degree": 2, "other_megatron_args": {"attention_dropout": 0.1}}
+    assert found["megatron"] == {"other_megatron_args": {"attention_dropout": 0.1}}
+    assert found["parallelism"] == {"tp": 2}
 
 
 @pytest.mark.needs("accel-megatron")
 def test_accel_megatron_takes_the_plugin():
     ours = MegatronLMPlugin(tp_degree=2, pp_degree=2, num_micro_batches=4, lr_decay_style="cosine").to_ours()
 
-    assert (ours.tp_degree, ours.pp_degree, ours.micro_batches) == (2, 2, 4)
+    assert (ours.tp_degree, ours.pp_degree, ours.num_micro_batches) == (2, 2, 4)
     with pytest.raises(ValueError, match="tensorboard_dir: megatron-core writes no logs"):
         MegatronLMPlugin(tensorboard_dir="logs").to_ours()
 

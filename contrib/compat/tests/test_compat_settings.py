@@ -16,7 +16,8 @@ from accel_compat.launch.config_questions import config_command
 from accel_compat.launch.convert import convert
 from accel_compat.launch.request import parse, read_file
 from accel_compat.launch.workers import command, environment, launch
-from accel_core import ConfigError
+from accel_core import ConfigError, discover
+from accel_core.config.resolve import load
 
 OLD = """\
 compute_environment: LOCAL_MACHINE
@@ -279,6 +280,21 @@ def test_the_command_writes_a_file_that_accel_reads(tmp_path, run_command):
     again = CliRunner().invoke(compat, ["import", written(tmp_path, OLD), "-o", str(target)])
     assert again.exit_code == 1
     assert "is there already" in again.output
+
+
+@pytest.mark.needs("accel-fsdp", "accel-context-parallel")
+@pytest.mark.full
+def test_a_file_with_a_layout_becomes_one_that_loads(tmp_path):
+    sizes = {"dp_shard_size": 2, "tp_size": 2, "cp_size": 2, "cp_comm_strategy": "alltoall"}
+    lines = [f"  parallelism_config_{name}: {value}\n" for name, value in sizes.items()]
+    target = tmp_path / "accel.yaml"
+    source = written(tmp_path, FSDP + "parallelism_config:\n" + "".join(lines))
+
+    assert CliRunner().invoke(compat, ["import", source, "-o", str(target)]).exit_code == 0
+
+    found = load(file=str(target), discovery=discover(), environment={})
+    assert found.config.parallelism == {"dp_shard": 2, "tp": 2, "cp": 2}
+    assert found.config.plugins["cp"].rotate_method == "alltoall"
 
 
 def test_a_layout_in_a_file_is_used(tmp_path):

@@ -54,14 +54,14 @@ def test_a_task_waits_for_what_it_needs():
 
 def test_a_record_with_a_pipeline_has_its_schedule():
     options = [
-        ["fsdp.pp_size", 2, ""],
+        ["parallelism.pp", 2, ""],
         ["fsdp.pp_schedule", "1F1B", ""],
         ["gradient_accumulation_steps", 4, ""],
     ]
 
     assert schedule_picture({"config": options}).count('class="F"') == 8
     assert "not drawn" in schedule_picture({"config": [*options, ["fsdp.pp_schedule", "LoopedBFS", ""]]})
-    assert schedule_picture({"config": [["fsdp.pp_size", 1, ""], *options[1:]]}) == ""
+    assert schedule_picture({"config": [["parallelism.pp", 1, ""], *options[1:]]}) == ""
 
 
 def test_a_curve_falls_from_the_upper_left_to_the_lower_right():

@@ -12,6 +12,7 @@ CP = Card(
     summary="Ranks share each sequence: every rank has a part of it, attention sees the whole.",
     api_version="1.0",
     needs={"collectives.torch", "process_per_device"},
+    dimensions={"cp": "Context parallelism: ranks that share each sequence, for any attention."},
     config="accel_context_parallel.config:ContextParallelPlugin",
     implementation="accel_context_parallel.extension:ContextParallel",
 )

@@ -25,7 +25,6 @@ def _usual() -> dict[str, int]:
 class ContextParallelPlugin(KwargsHandler):
     """Options of splitting sequences over ranks. Section `cp`."""
 
-    size: int = option(-1, help="Ranks that share a sequence; -1: as many as other dimensions leave.")
     buffers: Mapping[str, int] = option(
         factory=_usual,
         converter=_names,

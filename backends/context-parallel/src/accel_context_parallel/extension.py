@@ -61,7 +61,7 @@ class ContextParallel:
 
     @implements(hooks.mesh_dims)
     def mesh_dims(self, config: RunConfig, world: World) -> Sequence[MeshDim]:
-        return [MeshDim("cp", self.config.size)]
+        return [MeshDim("cp", config.parallelism.get("cp", 1))]
 
     @implements(hooks.transform_model)
     def transform_model(self, unit: Unit, model: nn.Module, phase: str) -> nn.Module:

@@ -18,6 +18,9 @@ DDP = Card(
         *("freezing", "regrouping", "closures", "partial_clips"),
     },
     needs={"collectives.torch", "process_per_device"},
+    dimensions={
+        "dp_replicate": "Replicated data parallelism (DDP): copies of the model; unset: all ranks left."
+    },
     config="accel_ddp.config:DistributedDataParallelKwargs",
     implementation="accel_ddp.strategy:make",
 )

@@ -15,7 +15,7 @@ from weakref import ref
 import torch
 from torch.distributed.algorithms.join import Join
 
-from accel_core import AccelError, ConfigError, Entry, hooks, implements
+from accel_core import AccelError, ConfigError, Entry, MeshDim, hooks, implements
 from accel_ddp import comm_hooks
 from accel_ddp.config import POWER_SGD, DistributedDataParallelKwargs
 from accel_ddp.wrapper import COPIES, RUNS, DistributedDataParallel, refuse_hooks
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from accel_core import InitProcessGroupKwargs, Run, Unit, Window, World
+    from accel_core import InitProcessGroupKwargs, Run, RunConfig, Unit, Window, World
 
 __all__ = ["DataParallel", "make"]
 
@@ -56,6 +56,11 @@ class DataParallel:
     def __init__(self, config: DistributedDataParallelKwargs, run: Run) -> None:
         self.config = config
         self.run = run
+
+    @implements(hooks.mesh_dims)
+    def mesh_dims(self, config: RunConfig, world: World) -> Sequence[MeshDim]:
+        size = config.parallelism.get("dp_replicate")
+        return [] if size is None else [MeshDim("dp_replicate", size)]
 
     @implements(hooks.wrap_model)
     def wrap_model(self, unit: Unit, model: nn.Module) -> nn.Module:

@@ -28,6 +28,9 @@ DEEPSPEED = Card(
         "accel_deepspeed.placeholders:DummyOptim": "optimizer",
         "accel_deepspeed.placeholders:DummyScheduler": "scheduler",
     },
+    dimensions={
+        "sp": "Sequence parallelism (Ulysses): ranks that share each sequence and exchange attention heads."
+    },
     config="accel_deepspeed.config:DeepSpeedPlugin",
     implementation="accel_deepspeed.strategy:make",
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from accel_core import AccelError, ConfigError, hooks, implements, no_op
 from accel_deepspeed import auto_values, experts, gradients, settings
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from accel_deepspeed.gradients import Gradients
 
 __all__ = ["DeepSpeed", "make", "select"]
+
+SEQUENCE: Final = "sequence_parallel_size"
+"""DeepSpeed's own name of `parallelism.sp`, in its JSON."""
 
 
 def make(config: DeepSpeedPlugin | None, run: Run) -> DeepSpeed:
@@ -64,11 +67,14 @@ class DeepSpeed(SharedSequences, EngineState):
         self.run = run
         self.gradients: dict[Unit, Gradients] = {}
         self._units: set[Unit] = set()
-        self.sharing = int(config.deepspeed_config.get("sequence_parallel_size", 1))
+        self.asked = run.config.parallelism.get("sp") or int(config.deepspeed_config.get(SEQUENCE, 1))
 
     @implements(hooks.refuse)
     def refuse(self, config: RunConfig) -> Sequence[str]:
-        return list(refused_settings(self.config, self.run))
+        own, size = self.config.deepspeed_config.get(SEQUENCE), config.parallelism.get("sp")
+        differ = own is not None and size not in (None, own)
+        contradiction = f"deepspeed's {SEQUENCE} is {own}, and parallelism.sp is {size}\ngive one of them"
+        return [*refused_settings(self.config, self.run), *[contradiction] * differ]
 
     # -- prepare ---------------------------------------------------------------------------------
 

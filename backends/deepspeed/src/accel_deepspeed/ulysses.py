@@ -23,20 +23,26 @@ __all__ = ["SharedSequences", "require_exchange"]
 
 
 class SharedSequences:
-    """`sharing` ranks share each sequence; 1: none does."""
+    """Ranks share each sequence if the run has dimension `sp`."""
 
     run: Run
-    sharing: int
+    asked: int
+    """Size of `sp`: of section `parallelism`, or of the JSON's `sequence_parallel_size`; -1: the rest."""
 
     @implements(hooks.mesh_dims)
     def mesh_dims(self, config: RunConfig, world: World) -> Sequence[MeshDim]:
-        return [MeshDim("cp", self.sharing)] if self.sharing > 1 else []
+        return [MeshDim("sp", self.asked)] if self.asked != 1 else []
+
+    @property
+    def sharing(self) -> int:
+        """Number of ranks that share each sequence."""
+        return 1 if self.run.mesh is None else self.run.mesh.size("sp")
 
     @implements(hooks.place_batch)
     def place_batch(self, unit: Unit | None, batch: Any, device: torch.device) -> Any:
         if self.sharing == 1 or self.run.mesh is None:
             return batch
-        return _part(batch, self.run.mesh.index("cp"), self.sharing)
+        return _part(batch, self.run.mesh.index("sp"), self.sharing)
 
 
 class _Exchanges(TorchDispatchMode):
@@ -72,10 +78,10 @@ def require_exchange(model: nn.Module, ranks: int) -> None:
         watching.close()
         if output is not None and not exchanges.found:
             raise AccelError(
-                f"sequence_parallel_size is {ranks}, and the forward of {type(module).__name__} exchanges no"
+                f"parallelism.sp is {ranks}, and the forward of {type(module).__name__} exchanges no"
                 " heads between the ranks that share a sequence: each attends to its own part alone\nlet it"
                 " attend by deepspeed.sequence.layer.DistributedAttention or, in transformers,"
-                " UlyssesSPAttentionHF; or leave sequence_parallel_size out"
+                " UlyssesSPAttentionHF; or set parallelism.sp: 1"
             )
 
     before = model.register_forward_pre_hook(begin)
@@ -99,7 +105,7 @@ def _part(batch: Any, rank: int, ranks: int) -> Any:
             return value
         if value.shape[1] % ranks:
             raise AccelError(
-                f"sequence_parallel_size is {ranks}, and a batch has the shape {list(value.shape)}\n"
+                f"parallelism.sp is {ranks}, and a batch has the shape {list(value.shape)}\n"
                 f"pad sequences (dimension 1) to a multiple of {ranks} in the collate function"
             )
         return value.chunk(ranks, 1)[rank]

@@ -37,6 +37,12 @@ FSDP = Card(
         *("freezing", "unfreezing", "replacing", "regrouping", "closures", "partial_clips"),
     },
     needs={"collectives.torch", "process_per_device"},
+    dimensions={
+        "dp_replicate": "Replicated data parallelism (HSDP): copies of the sharded model; unset: 1.",
+        "dp_shard": "Fully sharded data parallelism (FSDP): ranks that share a copy; unset: all left.",
+        "pp": "Pipeline parallelism: stages that the layers are spread over.",
+        "ep": "Expert parallelism: ranks of dp_shard that share experts; not a factor of the world.",
+    },
     config="accel_fsdp.config:FullyShardedDataParallelPlugin",
     implementation="accel_fsdp.strategy:strategy",
     probe=probe,
@@ -48,6 +54,7 @@ TENSOR_PARALLEL = Card(
     summary="Layers are split over processes that read the same data.",
     api_version="1.0",
     needs={"collectives.torch", "process_per_device", "dtensors"},
+    dimensions={"tp": "Tensor parallelism: ranks that a layer is split over."},
     config="accel_fsdp.tensor.config:TorchTensorParallelPlugin",
     implementation="accel_fsdp.tensor.extension:TensorParallel",
 )

@@ -13,7 +13,7 @@ from accel_fsdp.naming import did_you_mean
 Config: TypeAlias = Any
 """A FullyShardedDataParallelPlugin; its module imports this one."""
 
-__all__ = ["DTYPES", "STRATEGIES", "WRAPS", "first_problem"]
+__all__ = ["DTYPES", "STRATEGIES", "WRAPS", "first_problem", "refused_sizes"]
 
 STRATEGIES: Final = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 WRAPS: Final = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
@@ -66,8 +66,6 @@ def _not_in_1(config: Config) -> Iterator[str]:
         f"reshard_after_forward: {config.reshard_after_forward}": type(config.reshard_after_forward) is int,
         "activation_checkpointing_offload": config.activation_checkpointing_offload,
         "find_unused_parameters": config.find_unused_parameters,
-        "pp_size": config.pp_size != 1,
-        "ep_size": config.ep_size != 1,
     }
     yield from (f"{name} is for fsdp_version 2" for name, given in wrong.items() if given)
     if config.use_orig_params is False:
@@ -132,14 +130,25 @@ def _going_together(config: Config) -> Iterator[str]:
         yield "state_dict_type: LOCAL_STATE_DICT is not given over a device mesh; take SHARDED_STATE_DICT"
     if config.activation_checkpointing_offload and not config.activation_checkpointing:
         yield "activation_checkpointing_offload needs activation_checkpointing"
-    for name, size in (("pp_schedule", "pp_size"), ("pp_split_points", "pp_size"), ("ep_modules", "ep_size")):
-        if (
-            getattr(config, name) != getattr(fields(type(config)), name).default
-            and getattr(config, size) == 1
-        ):
-            yield f"{name} goes with {size}, which is 1; set {size}, or leave {name} out"
     if config.cpu_ram_efficient_loading and not config.syncs:
         yield "cpu_ram_efficient_loading needs sync_module_states: other ranks get their weights from rank 0"
+
+
+def refused_sizes(config: Config, sizes: Mapping[str, int]) -> Iterator[str]:
+    """Yield the reasons why sizes of section `parallelism` do not go with section `fsdp`."""
+    wide = [name for name in ("pp", "ep") if sizes.get(name, 1) != 1]
+    if config.fsdp_version == 1:
+        yield from (f"parallelism.{name} is for fsdp_version 2\nset fsdp.fsdp_version: 2" for name in wide)
+    for name, size in (("pp_schedule", "pp"), ("pp_split_points", "pp"), ("ep_modules", "ep")):
+        if size not in wide and getattr(config, name) != getattr(fields(type(config)), name).default:
+            yield f"fsdp.{name} goes with parallelism.{size}, which is 1\nset that size, or leave {name} out"
+    if config.strategy.startswith("HYBRID") and sizes.get("dp_replicate") == 1:
+        yield (
+            f"fsdp.sharding_strategy {config.strategy} asks for copies of the model, and"
+            " parallelism.dp_replicate is 1\nset one of them"
+        )
+    if "ep" in wide and sizes.get("cp", 1) != 1:
+        yield "parallelism.ep and parallelism.cp are not served together\nset one of them to 1"
 
 
 def _unknown(option: str, words: Sequence[str], others: str, given: object) -> str:

@@ -101,32 +101,19 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
         converter=_listed,
         help="Modules whose parameters stay whole: a regular expression of names, or the modules.",
     )
-    dp_replicate_size: int | None = option(
-        None, help="How many copies of the sharded model there are; -1: as many as fit; unset: 1."
-    )
-    dp_shard_size: int | None = option(
-        None, help="Over how many ranks a copy is sharded; unset, -1: over all that are left."
-    )
-    pp_size: int = option(
-        1, help="Over how many ranks the model's layers are spread, in stages; -1: over all that are left."
-    )
     pp_schedule: str = option(
-        "1F1B", choices=SCHEDULES, only_with="pp_size", help="Torch's schedule of the stages, by its name."
+        "1F1B", choices=SCHEDULES, help="Torch's schedule of the stages of parallelism.pp, by its name."
     )
     pp_split_points: Sequence[str] = option(
         (),
-        only_with="pp_size",
         converter=_names,
         help="Modules at which stages but the first begin; unset: the model's, or even cuts.",
     )
-    ep_size: int = option(
-        1, help="Over how many ranks the experts of a layer are spread; -1: all that are left."
-    )
     ep_modules: Sequence[str] = option(
         ("experts", "*.experts"),
-        only_with="ep_size",
         converter=_names,
-        help="Patterns of the names of modules that are stacks of experts; none: this model has no experts.",
+        help="Patterns of the names of modules that are stacks of experts (parallelism.ep); none: there are"
+        " no experts.",
     )
     state_dict_type: str | None = option(
         None,

@@ -20,7 +20,7 @@ def strategy(config: FullyShardedDataParallelPlugin | None, run: Run) -> FullySh
         from accel_fsdp.fsdp1.strategy import Flat
 
         return Flat(config, run)
-    if config.pp_size != 1 and run.world.size > 1:
+    if run.config.parallelism.get("pp", 1) != 1 and run.world.size > 1:
         from accel_fsdp.pipeline.strategy import Pipelined
 
         return Pipelined(config, run)

@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader
 from accel_core import ConfigError
 from accel_megatron import building, library, settings
 from accel_megatron.building import Chunks
+from accel_megatron.checks import of_world
+from accel_megatron.config import SPELLINGS
 from accel_megatron.datasets import ResumableSampler, indexed_datasets
 from accel_megatron.native import NativeModel, _all, _pieces, _placeholder
 from accel_megatron.shard_map import Piece
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from accel_core import Accelerator
-    from accel_megatron.config import MegatronLMPlugin
+    from accel_megatron.config import Sized
 
 __all__ = ["build_model", "indexed_loaders", "plugin_of", "reconfigure", "transformer_config"]
 
@@ -98,24 +100,25 @@ def plugin_of(accelerator: Accelerator) -> Any:
     raise ConfigError(f"the strategy of this run is {accelerator.run.stack.default}\nset strategy: megatron")
 
 
-def reconfigure(accelerator: Accelerator, **options: Any) -> MegatronLMPlugin:
+def reconfigure(accelerator: Accelerator, **options: Any) -> Sized:
     """Set options before a model is prepared.
 
-    Any but the degrees, by which the ranks are divided already.
+    Any but the sizes, by which the ranks are divided already.
 
     For libraries that learn them late. Gives all of the run's. Those of `indexed_loaders` may come later.
 
     Raises:
-        ConfigError: a degree was given, a value is refused, or it is too late.
+        ConfigError: another size was given, a value is refused, or it is too late.
     """
     plugin = plugin_of(accelerator)
-    changed: MegatronLMPlugin = evolve(plugin.config, **options)
-    if library.Layout.of(changed, None) != library.Layout.of(plugin.config, None):
-        raise ConfigError(
-            f"megatron: the run has divided its ranks into {library.Layout.of(plugin.config, None)}"
-            f" already, not into {library.Layout.of(changed, None)}\n"
-            "give degrees to the Accelerator when it is made"
-        )
+    for name, dimension in SPELLINGS.items():
+        size, asked = getattr(plugin.config, dimension, 1), options.get(name)
+        if asked not in (None, size):
+            raise ConfigError(
+                f"megatron.{name} is {asked}, and the run has divided its ranks with parallelism.{dimension}"
+                f" {size} already\ngive sizes to the Accelerator when it is made"
+            )
+    changed: Sized = evolve(plugin.config, **options)
     before, after = asdict(plugin.config, recurse=False), asdict(changed, recurse=False)
     late = [name for name in after if after[name] != before[name] and name not in _LATE]
     if late and plugin.engines:
@@ -123,7 +126,8 @@ def reconfigure(accelerator: Accelerator, **options: Any) -> MegatronLMPlugin:
             f"megatron.{late[0]}: a model is prepared already, with {before[late[0]]!r}, not"
             f" {after[late[0]]!r}\nset it before, or when the Accelerator is made"
         )
-    if reasons := list(settings.refuse_unknown(changed)):
+    reasons = [*of_world(changed, accelerator.run.world), *settings.refuse_unknown(changed)]
+    if reasons:
         raise ConfigError(reasons[0])
     plugin.config = changed
     return changed
@@ -152,7 +156,7 @@ def indexed_loaders(
         num_workers: of each DataLoader.
         options: others of `indexed_datasets`.
     """
-    config: MegatronLMPlugin = plugin_of(accelerator).config
+    config: Sized = plugin_of(accelerator).config
     rows, readers = micro_batch_size * config.micro_batches, accelerator.run.topology.readers
     counts = _counts(config, rows * readers)
     datasets = _datasets(config, counts, data_path, options)
@@ -183,7 +187,7 @@ def indexed_loaders(
 
 
 def _datasets(
-    config: MegatronLMPlugin,
+    config: Sized,
     counts: tuple[int, int, int],
     data_path: str | Sequence[str],
     options: Mapping[str, Any],
@@ -205,7 +209,7 @@ def _datasets(
     return datasets
 
 
-def _counts(config: MegatronLMPlugin, batch: int) -> tuple[int, int, int]:
+def _counts(config: Sized, batch: int) -> tuple[int, int, int]:
     """Return Megatron-LM's numbers of samples to train, validate and test on.
 
     `batch`: of all ranks.

@@ -19,7 +19,7 @@ from accel_megatron.shard_map import Piece
 if TYPE_CHECKING:
     from accel_core import Run
     from accel_megatron.adapters.adapter import Adapter
-    from accel_megatron.config import MegatronLMPlugin
+    from accel_megatron.config import Sized
 
 __all__ = ["Chunks", "build", "chunk_numbers", "empty", "fill", "first_ranks", "share_buffers", "wrap"]
 
@@ -62,13 +62,13 @@ class Chunks:
             group.is_last_microbatch = False
 
 
-def chunk_numbers(config: MegatronLMPlugin, layers: int) -> int | None:
+def chunk_numbers(config: Sized, layers: int) -> int | None:
     """Return the number of chunks per rank; None: one, and the plain schedule."""
     each = config.num_layers_per_virtual_pipeline_stage
-    return None if each is None else layers // (config.pp_degree * each)
+    return None if each is None else layers // (config.pp * each)
 
 
-def build(run: Run, plugin: MegatronLMPlugin, adapter: Adapter) -> Chunks:
+def build(run: Run, plugin: Sized, adapter: Adapter) -> Chunks:
     """Return the chunks of this rank, their weights not yet the user's. Collective."""
     virtual = chunk_numbers(plugin, adapter.layers)
     config = settings.build(run, plugin, virtual, **adapter.settings())
@@ -84,7 +84,7 @@ def build(run: Run, plugin: MegatronLMPlugin, adapter: Adapter) -> Chunks:
     return Chunks(config, chunks, shard_map)
 
 
-def made(run: Run, plugin: MegatronLMPlugin, virtual: int | None, make: Make) -> list[nn.Module]:
+def made(run: Run, plugin: Sized, virtual: int | None, make: Make) -> list[nn.Module]:
     """Make each chunk of this rank with `make`, on the device."""
     with quiet():
         from megatron.core import parallel_state, tensor_parallel
@@ -170,7 +170,7 @@ def empty(model: nn.Module) -> None:
             parameter.data = parameter.data.new_full((), torch.nan).expand(parameter.shape)
 
 
-def wrap(chunks: Chunks, plugin: MegatronLMPlugin) -> None:
+def wrap(chunks: Chunks, plugin: Sized) -> None:
     """Have gradients of the chunks reduced, and weights in 16 bits if the run asks for it."""
     with quiet():
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig

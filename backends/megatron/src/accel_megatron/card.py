@@ -29,6 +29,12 @@ MEGATRON = Card(
     probe=probe,
     prepares={"accel_megatron.placeholders:MegatronLMDummyScheduler": "scheduler"},
     launch_environment="accel_megatron.launching:launch_environment",
+    dimensions={
+        "tp": "Tensor parallelism: ranks that a layer is split over.",
+        "pp": "Pipeline parallelism: stages that the layers are spread over.",
+        "ep": "Expert parallelism: ranks of other data that share experts; not a factor of the world.",
+        "dp_replicate": "Replicated data parallelism: copies of the model; unset: all ranks that are left.",
+    },
     config="accel_megatron.config:MegatronLMPlugin",
     implementation="accel_megatron.strategy:Megatron",
 )

@@ -16,29 +16,40 @@ if TYPE_CHECKING:
 
     from accel_core import World
     from accel_megatron.adapters.adapter import Adapter
-    from accel_megatron.config import MegatronLMPlugin
+    from accel_megatron.config import Sized
 
 __all__ = ["of_model", "of_optimizers", "of_world"]
 
 
-def of_world(config: MegatronLMPlugin, world: World) -> Iterator[str]:
-    """Reasons why a world cannot be divided by these degrees."""
-    tp, pp, cp = config.tp_degree, config.pp_degree, config.context_parallel_size
-    ranks = tp * pp * cp
+def of_world(config: Sized, world: World) -> Iterator[str]:
+    """Yield the reasons why a world cannot be divided by these sizes, or why options do not go with them."""
+    ranks = config.tp * config.pp
     if world.size % ranks:
         yield (
-            f"megatron: tp_degree {tp} × pp_degree {pp} × context_parallel_size {cp} = {ranks} ranks a"
-            f" model, which do not divide the world of {world.size}\n"
-            f"start {-(-world.size // ranks) * ranks} processes, or lower a degree"
+            f"megatron: parallelism.tp {config.tp} × parallelism.pp {config.pp} = {ranks} ranks per model,"
+            f" which do not divide the world of {world.size}\n"
+            f"start {-(-world.size // ranks) * ranks} processes, or lower a size"
         )
-    elif (world.size // (ranks // cp)) % config.expert_model_parallel_size:
+    elif (world.size // ranks) % config.ep:
         yield (
-            f"megatron: expert_model_parallel_size {config.expert_model_parallel_size} does not divide the"
-            f" {world.size // (ranks // cp)} ranks that could hold experts\nlower it, or start more processes"
+            f"megatron: parallelism.ep {config.ep} does not divide the {world.size // ranks} ranks that could"
+            " hold experts\nlower it, or start more processes"
+        )
+    if config.sequence_parallelism and config.tp == 1:
+        yield (
+            "megatron.sequence_parallelism splits over the ranks of parallelism.tp, which is 1\n"
+            "set parallelism.tp: 2 or more"
+        )
+    if config.num_layers_per_virtual_pipeline_stage is not None and config.pp == 1:
+        yield "megatron.num_layers_per_virtual_pipeline_stage needs stages\nset parallelism.pp: 2 or more"
+    if config.micro_batches < config.pp:
+        yield (
+            f"megatron.num_micro_batches is {config.num_micro_batches}, and parallelism.pp {config.pp}:"
+            f" stages would idle in every step\nset num_micro_batches: {config.pp} or more"
         )
 
 
-def of_model(config: MegatronLMPlugin, model: nn.Module, *, is_half: bool) -> Iterator[str]:
+def of_model(config: Sized, model: nn.Module, *, is_half: bool) -> Iterator[str]:
     """Reasons why a model cannot be trained or split so.
 
     `is_half` says that the model computes in 16 bits.
@@ -74,7 +85,7 @@ def of_model(config: MegatronLMPlugin, model: nn.Module, *, is_half: bool) -> It
 
 
 def of_optimizers(
-    config: MegatronLMPlugin, optimizers: Sequence[Optimizer], device: torch.device
+    config: Sized, optimizers: Sequence[Optimizer], device: torch.device
 ) -> Iterator[str]:
     """Reasons why megatron-core cannot step in place of these optimizers."""
     for optimizer in optimizers:
@@ -88,17 +99,17 @@ def of_optimizers(
             )
 
 
-def _of_heads(config: MegatronLMPlugin, adapter: Adapter) -> Iterator[str]:
-    """Reasons why layers cannot be split by tp_degree."""
-    tp = config.tp_degree
+def _of_heads(config: Sized, adapter: Adapter) -> Iterator[str]:
+    """Reasons why layers cannot be split by parallelism.tp."""
+    tp = config.tp
     for count, what in (
         (adapter.groups * adapter.queries, "attention heads"),
         (adapter.groups, "key and value heads"),
     ):
         if count % tp:
             yield (
-                f"megatron: the model has {count} {what}, which tp_degree {tp} does not divide\n"
-                f"choose a tp_degree that divides {count}"
+                f"megatron: the model has {count} {what}, which parallelism.tp {tp} does not divide\n"
+                f"choose a size that divides {count}"
             )
     if config.sequence_parallelism and not adapter.splits_sequences:
         yield (
@@ -107,14 +118,14 @@ def _of_heads(config: MegatronLMPlugin, adapter: Adapter) -> Iterator[str]:
         )
 
 
-def _of_layers(config: MegatronLMPlugin, adapter: Adapter) -> Iterator[str]:
+def _of_layers(config: Sized, adapter: Adapter) -> Iterator[str]:
     """Reasons why the layers cannot be cut into stages."""
-    pp, each = config.pp_degree, config.num_layers_per_virtual_pipeline_stage
+    pp, each = config.pp, config.num_layers_per_virtual_pipeline_stage
     if adapter.layers % (pp * (each or 1)):
         virtual = f" × num_layers_per_virtual_pipeline_stage {each}" if each else ""
         yield (
-            f"megatron: the model has {adapter.layers} layers, which pp_degree {pp}{virtual} does not divide"
-            "\nchoose degrees that divide the number of layers"
+            f"megatron: the model has {adapter.layers} layers, which parallelism.pp {pp}{virtual} does not"
+            " divide\nchoose sizes that divide the number of layers"
         )
     elif each and adapter.layers == pp * each:
         yield (
@@ -123,6 +134,6 @@ def _of_layers(config: MegatronLMPlugin, adapter: Adapter) -> Iterator[str]:
         )
     elif each and config.micro_batches % pp:
         yield (
-            f"megatron: the interleaved schedule takes a multiple of pp_degree {pp} micro-batches, and"
+            f"megatron: the interleaved schedule takes a multiple of parallelism.pp {pp} micro-batches, and"
             f" num_micro_batches is {config.micro_batches}\nmake it a multiple"
         )

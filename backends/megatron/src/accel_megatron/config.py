@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from attrs import frozen
+from attrs import fields, frozen
 
 from accel_core import KwargsHandler, option
 
-__all__ = ["MegatronLMPlugin"]
+__all__ = ["SPELLINGS", "MegatronLMPlugin", "Sized"]
 
 
 def _filled(kind: type) -> Callable[[Any], Any]:
@@ -17,28 +18,42 @@ def _filled(kind: type) -> Callable[[Any], Any]:
     return lambda value: kind(value or ())
 
 
+SPELLINGS: Final[Mapping[str, str]] = {
+    "tp_degree": "tp",
+    "pp_degree": "pp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+}
+"""Megatron-LM's name of a size -> dimension of section `parallelism`."""
+
+
 @frozen(kw_only=True)
 class MegatronLMPlugin(KwargsHandler):
     """Options of splitting, scheduling and stepping models. Section `megatron`."""
 
-    tp_degree: int = option(1, minimum=1, help="Over how many ranks each layer is split.")
-    pp_degree: int = option(1, minimum=1, help="Over how many ranks the layers are spread, in stages.")
-    context_parallel_size: int = option(
-        1, minimum=1, help="Over how many ranks each sequence is split; refused above 1, see the README."
+    tp_degree: int | None = option(
+        None, python_only=True, dimension="tp", help="Another spelling of parallelism.tp."
     )
-    expert_model_parallel_size: int = option(
-        1, minimum=1, help="Over how many of the ranks that read different data experts are spread."
+    pp_degree: int | None = option(
+        None, python_only=True, dimension="pp", help="Another spelling of parallelism.pp."
+    )
+    context_parallel_size: int | None = option(
+        None, python_only=True, dimension="cp", help="Another spelling of parallelism.cp."
+    )
+    expert_model_parallel_size: int | None = option(
+        None, python_only=True, dimension="ep", help="Another spelling of parallelism.ep."
     )
     num_micro_batches: int | None = option(
         None,
         minimum=1,
-        help="Micro-batches that a batch given to model(**batch) is cut into; unset: pp_degree.",
+        help="Micro-batches that a batch given to model(**batch) is cut into; unset: the number of stages.",
     )
     gradient_clipping: float | None = option(
         None, help="Norm to clip gradients to at each step that clip_grad_norm_ asks nothing of."
     )
     sequence_parallelism: bool = option(
-        False, help="Split what is between tensor-parallel layers along the sequence; needs tp_degree > 1."
+        False,
+        help="Split what is between tensor-parallel layers along the sequence; needs parallelism.tp > 1.",
     )
     recompute_activations: bool = option(
         False, help="Compute attention again in backward instead of keeping its activations."
@@ -141,26 +156,32 @@ class MegatronLMPlugin(KwargsHandler):
         if problem:
             raise ValueError(problem)
 
+
+@frozen(kw_only=True)
+class Sized(MegatronLMPlugin):
+    """The options of a run, with the sizes of section `parallelism` as whole numbers."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    @classmethod
+    def of(cls, config: MegatronLMPlugin, sizes: Mapping[str, int], ranks: int) -> Sized:
+        """Return the options with sizes; -1 becomes the number of ranks that the others leave."""
+        found = {name: sizes.get(name, 1) for name in ("tp", "pp", "ep")}
+        fixed = math.prod(size for name, size in found.items() if name != "ep" and size != -1)
+        rest = max(1, ranks // (fixed * max(1, sizes.get("dp_replicate", 1))))
+        found |= {name: rest for name, size in found.items() if size == -1}
+        options: dict[str, Any] = {it.name: getattr(config, it.name) for it in fields(MegatronLMPlugin)}
+        return cls(**options | found)
+
     @property
     def micro_batches(self) -> int:
         """Number of micro-batches that a batch given to the model is cut into."""
-        return self.num_micro_batches or self.pp_degree
+        return self.num_micro_batches or self.pp
 
 
 Config = MegatronLMPlugin
-
-
-def _splits(config: Config) -> str | None:
-    if config.sequence_parallelism and config.tp_degree == 1:
-        return "sequence_parallelism splits over the ranks of tp_degree, which is 1; set tp_degree: 2 or more"
-    if config.num_layers_per_virtual_pipeline_stage is not None and config.pp_degree == 1:
-        return "num_layers_per_virtual_pipeline_stage needs pp_degree > 1"
-    if config.micro_batches < config.pp_degree:
-        return (
-            f"num_micro_batches is {config.num_micro_batches}, and pp_degree {config.pp_degree}: stages would"
-            f" idle in every step; set num_micro_batches: {config.pp_degree} or more"
-        )
-    return None
 
 
 def _steps(config: Config) -> str | None:
@@ -199,4 +220,4 @@ def _schedule(config: Config) -> str | None:
     return None
 
 
-_CHECKS: Final = (_splits, _steps, _schedule)
+_CHECKS: Final = (_steps, _schedule)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from accel_core import Unit
     from accel_megatron.adapters.adapter import Adapter
     from accel_megatron.building import Chunks
-    from accel_megatron.config import MegatronLMPlugin
+    from accel_megatron.config import Sized
     from accel_megatron.native import NativeModel
 
 __all__ = ["Engine"]
@@ -81,7 +81,7 @@ class Engine(nn.Module):
     """
 
     def __init__(
-        self, module: nn.Module, chunks: Chunks, adapter: Adapter | NativeModel, plugin: MegatronLMPlugin
+        self, module: nn.Module, chunks: Chunks, adapter: Adapter | NativeModel, plugin: Sized
     ) -> None:
         super().__init__()
         self.module = module
@@ -282,7 +282,7 @@ class Engine(nn.Module):
         if len(batches) < stages and not forward_only:
             raise AccelError(
                 f"megatron: {len(batches)} micro-batch(es) for {stages} stages, most of which would idle\n"
-                f"give at least pp_degree micro-batches: num_micro_batches, or microbatches={stages}"
+                f"give at least one micro-batch per stage: num_micro_batches, or microbatches={stages}"
             )
         if not forward_only:
             self._refuse_begun()

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from accel_core import Unit
-    from accel_megatron.config import MegatronLMPlugin
+    from accel_megatron.config import Sized
 
 __all__ = ["by_conditions"]
 
 
-def by_conditions(config: MegatronLMPlugin, unit: Unit) -> None:
+def by_conditions(config: Sized, unit: Unit) -> None:
     """Move parameters under `no_wd_decay_cond` or `scale_lr_cond` to own groups."""
     if config.no_wd_decay_cond is None and config.scale_lr_cond is None:
         return
@@ -30,6 +30,6 @@ def by_conditions(config: MegatronLMPlugin, unit: Unit) -> None:
         optimizer.param_groups[:] = split
 
 
-def _kind(config: MegatronLMPlugin, name: str, parameter: Any) -> tuple[bool, bool]:
+def _kind(config: Sized, name: str, parameter: Any) -> tuple[bool, bool]:
     free, scaled = config.no_wd_decay_cond, config.scale_lr_cond
     return bool(free and free(name, parameter)), bool(scaled and scaled(name, parameter))

@@ -13,5 +13,5 @@ __all__ = ["launch_environment"]
 
 def launch_environment(config: RunConfig, world: World) -> Mapping[str, str]:
     """Ask for one queue: only its order lets ranks that split layers overlap sending."""
-    splits = getattr(config.plugins.get("megatron"), "tp_degree", 1) > 1
+    splits = config.parallelism.get("tp", 1) != 1
     return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if splits else {}

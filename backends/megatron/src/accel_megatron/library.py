@@ -15,7 +15,7 @@ from accel_core import ConfigError, join_process_group, leave_process_group
 
 if TYPE_CHECKING:
     from accel_core import Run
-    from accel_megatron.config import MegatronLMPlugin
+    from accel_megatron.config import Sized
 
 __all__ = ["Layout", "enter", "leave", "own_streams", "quiet", "unusable"]
 
@@ -26,18 +26,16 @@ class Layout:
 
     tp: int
     pp: int
-    cp: int
     ep: int
     virtual: int | None = None
 
     @classmethod
-    def of(cls, config: MegatronLMPlugin, virtual: int | None) -> Layout:
+    def of(cls, config: Sized, virtual: int | None) -> Layout:
         """Return the layout that the config asks for, with `virtual` chunks a rank."""
         return cls(
-            config.tp_degree,
-            config.pp_degree,
-            config.context_parallel_size,
-            config.expert_model_parallel_size,
+            config.tp,
+            config.pp,
+            config.ep,
             virtual,
         )
 
@@ -85,7 +83,6 @@ def _initialize(run: Run, layout: Layout) -> None:
         layout.tp,
         layout.pp,
         layout.virtual,
-        context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.tp if layout.ep == 1 else 1,
     )

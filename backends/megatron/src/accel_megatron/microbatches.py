@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from accel_core import AccelError
 
 if TYPE_CHECKING:
-    from accel_megatron.config import MegatronLMPlugin
+    from accel_megatron.config import Sized
 
 __all__ = ["check_lengths", "cut", "shape"]
 
@@ -67,7 +67,7 @@ def _of_rows(batch: Any, decoded: bool) -> tuple[int, int]:
     return rows, length
 
 
-def check_lengths(plugin: MegatronLMPlugin, batches: Sequence[Any]) -> None:
+def check_lengths(plugin: Sized, batches: Sequence[Any]) -> None:
     """Raise AccelError for a sequence longer than the options allow."""
     (_, sequence), (_, decoded) = shape(batches, 1), shape(batches, 1, decoded=True)
     lengths = {

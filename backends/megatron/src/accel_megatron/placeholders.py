@@ -9,7 +9,7 @@ from accel_megatron.library import quiet
 
 if TYPE_CHECKING:
     from accel_core import Run
-    from accel_megatron.config import MegatronLMPlugin
+    from accel_megatron.config import Sized
 
 __all__ = ["MegatronLMDummyScheduler", "Schedule"]
 
@@ -34,9 +34,7 @@ class Schedule:
     samples: samples per step, if the options count samples; otherwise a step counts as one.
     """
 
-    def __init__(
-        self, stands: MegatronLMDummyScheduler, optimizer: Any, plugin: MegatronLMPlugin, run: Run
-    ) -> None:
+    def __init__(self, stands: MegatronLMDummyScheduler, optimizer: Any, plugin: Sized, run: Run) -> None:
         self.optimizer, self.run = optimizer, run
         self._by_samples = plugin.train_samples is not None or plugin.lr_decay_samples is not None
         with quiet():
@@ -90,7 +88,7 @@ class Schedule:
         self.inner.step(int(state["num_steps"]))
 
 
-def _warmup(plugin: MegatronLMPlugin, stands: MegatronLMDummyScheduler, decay: int) -> int:
+def _warmup(plugin: Sized, stands: MegatronLMDummyScheduler, decay: int) -> int:
     """Length of the warmup, in the unit that `decay` is counted in."""
     counts = [each for each in (plugin.lr_warmup_iters, plugin.lr_warmup_samples) if each is not None]
     warmup = counts[0] if counts else stands.warmup_num_steps
@@ -104,7 +102,7 @@ def _warmup(plugin: MegatronLMPlugin, stands: MegatronLMDummyScheduler, decay: i
     return warmup
 
 
-def _length(plugin: MegatronLMPlugin, stands: MegatronLMDummyScheduler) -> int:
+def _length(plugin: Sized, stands: MegatronLMDummyScheduler) -> int:
     given = (
         plugin.lr_decay_iters,
         plugin.lr_decay_samples,

@@ -15,7 +15,7 @@ from accel_megatron.library import quiet
 
 if TYPE_CHECKING:
     from accel_core import Run
-    from accel_megatron.config import MegatronLMPlugin
+    from accel_megatron.config import Sized
 
 __all__ = [
     "data_parallel_settings",
@@ -34,12 +34,12 @@ _FUSED: Final = (
 )
 """Kernels of apex and CUDA extensions, off unless other_megatron_args sets them."""
 _OURS: Final[Mapping[str, str]] = {
-    "tensor_model_parallel_size": "tp_degree",
-    "pipeline_model_parallel_size": "pp_degree",
+    "tensor_model_parallel_size": "parallelism.tp",
+    "pipeline_model_parallel_size": "parallelism.pp",
     "virtual_pipeline_model_parallel_size": "num_layers_per_virtual_pipeline_stage",
-    "context_parallel_size": "context_parallel_size",
-    "expert_model_parallel_size": "expert_model_parallel_size",
-    "expert_tensor_parallel_size": "tp_degree, or 1 with expert_model_parallel_size",
+    "context_parallel_size": "parallelism.cp",
+    "expert_model_parallel_size": "parallelism.ep",
+    "expert_tensor_parallel_size": "parallelism.tp, or 1 with parallelism.ep",
     "sequence_parallel": "sequence_parallelism",
     "use_distributed_optimizer": "use_distributed_optimizer",
     "clip_grad": "gradient_clipping",
@@ -73,7 +73,7 @@ _OURS: Final[Mapping[str, str]] = {
 """Fields that another setting says -> which."""
 
 
-def refuse_unknown(config: MegatronLMPlugin) -> Iterable[str]:
+def refuse_unknown(config: Sized) -> Iterable[str]:
     """Problems of `other_megatron_args`."""
     if not config.other_megatron_args:
         return
@@ -105,13 +105,13 @@ def _names(kind: Any) -> set[str]:
     return {field.name for field in fields(kind)}
 
 
-def _chosen(config: MegatronLMPlugin, number: int) -> dict[str, Any]:
+def _chosen(config: Sized, number: int) -> dict[str, Any]:
     """Entries of `other_megatron_args` that are fields of the class of that number."""
     names = _names(_classes()[number])
     return {name: value for name, value in config.other_megatron_args.items() if name in names}
 
 
-def of_layers(config: MegatronLMPlugin) -> list[str]:
+def of_layers(config: Sized) -> list[str]:
     """Entries of `other_megatron_args` about the layers of megatron-core."""
     layers, *others = map(_names, _classes())
     return [name for name in config.other_megatron_args if name in layers.difference(*others)]
@@ -124,17 +124,16 @@ def precision(run: Run) -> dict[str, Any]:
     return {"bf16": dtype is torch.bfloat16, "fp16": dtype is torch.float16, "params_dtype": dtype}
 
 
-def transformer_settings(run: Run, config: MegatronLMPlugin, virtual: int | None) -> dict[str, Any]:
+def transformer_settings(run: Run, config: Sized, virtual: int | None) -> dict[str, Any]:
     """Arguments of TransformerConfig that choose kernels, and leave the results as they are."""
     made: dict[str, Any] = {
-        "tensor_model_parallel_size": config.tp_degree,
-        "pipeline_model_parallel_size": config.pp_degree,
+        "tensor_model_parallel_size": config.tp,
+        "pipeline_model_parallel_size": config.pp,
         "virtual_pipeline_model_parallel_size": virtual,
         # Batched, two ranks of the interleaved schedule would mix up messages for several chunks.
         "overlap_p2p_comm": virtual is not None,
         "batch_p2p_comm": virtual is None,
-        "context_parallel_size": config.context_parallel_size,
-        "expert_model_parallel_size": config.expert_model_parallel_size,
+        "expert_model_parallel_size": config.ep,
         "sequence_parallel": config.sequence_parallelism,
         "recompute_granularity": "selective" if config.recompute_activations else None,
         "pipeline_dtype": precision(run)["params_dtype"],
@@ -145,7 +144,7 @@ def transformer_settings(run: Run, config: MegatronLMPlugin, virtual: int | None
     return made | _chosen(config, 0)
 
 
-def data_parallel_settings(config: MegatronLMPlugin) -> dict[str, Any]:
+def data_parallel_settings(config: Sized) -> dict[str, Any]:
     """Arguments of DistributedDataParallelConfig."""
     return {
         "grad_reduce_in_fp32": True,
@@ -154,7 +153,7 @@ def data_parallel_settings(config: MegatronLMPlugin) -> dict[str, Any]:
     }
 
 
-def optimizer_settings(run: Run, config: MegatronLMPlugin) -> dict[str, Any]:
+def optimizer_settings(run: Run, config: Sized) -> dict[str, Any]:
     """Arguments of OptimizerConfig, without the prepared optimizer's own hyperparameters.
 
     Nothing is clipped unasked.
@@ -191,7 +190,7 @@ def refuse_scaler(run: Run) -> Iterable[str]:
             yield f"grad_scaler.{name} is {asked}, and megatron-core's is always {value}\nleave it out"
 
 
-def build(run: Run, config: MegatronLMPlugin, virtual: int | None, **what: Any) -> Any:
+def build(run: Run, config: Sized, virtual: int | None, **what: Any) -> Any:
     """Return a TransformerConfig.
 
     what: the model's own arguments, over which `other_megatron_args` go.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from accel_core import Run, Unit
     from accel_megatron.building import Chunks
-    from accel_megatron.config import MegatronLMPlugin
+    from accel_megatron.config import Sized
 
 __all__ = ["Stepper", "why_unsupported"]
 
@@ -42,7 +42,7 @@ _LOADED: Final = (
 )
 
 
-def why_unsupported(optimizer: Optimizer, plugin: MegatronLMPlugin, device: torch.device) -> str | None:
+def why_unsupported(optimizer: Optimizer, plugin: Sized, device: torch.device) -> str | None:
     """Return why megatron-core cannot step with the optimizer; None if it can."""
     name = type(optimizer).__name__
     if step_granularity(optimizer, device) != "element":
@@ -80,7 +80,7 @@ class Stepper:
     The groups of the user's optimizer count at each step.
     """
 
-    def __init__(self, run: Run, unit: Unit, plugin: MegatronLMPlugin, chunks: Chunks) -> None:
+    def __init__(self, run: Run, unit: Unit, plugin: Sized, chunks: Chunks) -> None:
         (self.user_optimizer,) = unit.optimizers
         self.chunks, self.clipping = chunks, plugin.gradient_clipping
         self.ready: bool | None = None
@@ -100,7 +100,7 @@ class Stepper:
             _STEPPERS[model] = weakref.ref(self)
             unit.detach.append(model.register_load_state_dict_post_hook(_step_from_loaded).remove)
 
-    def make(self, run: Run, plugin: MegatronLMPlugin, groups: Mapping[nn.Parameter, int]) -> None:
+    def make(self, run: Run, plugin: Sized, groups: Mapping[nn.Parameter, int]) -> None:
         """Wrap the chunks, and make the optimizer of them. Collective."""
         from accel_megatron.building import wrap
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from accel_core import AccelError, ConfigError, MeshDim, StepOutput, hooks, implements
 from accel_megatron import adapters, building, float8, library, settings, unsplit
 from accel_megatron.checks import of_model, of_optimizers, of_world
-from accel_megatron.config import MegatronLMPlugin
+from accel_megatron.config import MegatronLMPlugin, Sized
 from accel_megatron.datasets import ResumableSampler
 from accel_megatron.engine import Engine, ForwardLoss
 from accel_megatron.groups import by_conditions
@@ -40,7 +40,7 @@ class Megatron(MegatronState):
 
     def __init__(self, config: MegatronLMPlugin | None, run: Run) -> None:
         super().__init__()
-        self.config = config or MegatronLMPlugin()
+        self.config = Sized.of(config or MegatronLMPlugin(), run.config.parallelism, run.world.size)
         self.run = run
 
     @implements(hooks.refuse)
@@ -53,20 +53,12 @@ class Megatron(MegatronState):
             *settings.refuse_scaler(self.run),
             *float8.refused(self.run),
         ]
-        if self.config.context_parallel_size > 1:
-            reasons.append(
-                f"megatron.context_parallel_size is {self.config.context_parallel_size}: megatron-core's own"
-                " attention serves 1 only, and for transformer-engine's nothing here cuts sequences into"
-                " parts: each rank would train on whole ones as on its part\n"
-                "leave it at 1; to share sequences set strategy: fsdp, extensions: [cp] and cp.size:"
-                f" {self.config.context_parallel_size} (package accel-context-parallel)"
-            )
         asked = self.run.hooks.mesh_dims(config, self.run.world)
         foreign = [dim for dim in asked if dim not in self.mesh_dims(config, self.run.world)]
         reasons += [
-            f"megatron: an extension divides the ranks along {dim.name!r}, and megatron-core divides them by"
-            " its own degrees alone: each rank would train on its part as on the whole\n"
-            "leave the extension out, or set strategy: fsdp beside it"
+            f"megatron: an extension divides the ranks along {dim.name!r}, and megatron-core divides them"
+            " along tp, pp and dp_replicate alone: each rank would train on its part as on the whole\n"
+            f"set parallelism.{dim.name}: 1, or strategy: fsdp beside it"
             for dim in foreign
         ]
         return reasons
@@ -77,12 +69,10 @@ class Megatron(MegatronState):
 
         Experts are spread over the ranks that read different data.
         """
-        mine = self.config
         return [
-            MeshDim("pp", mine.pp_degree),
-            MeshDim("dp_replicate", -1),
-            MeshDim("cp", mine.context_parallel_size),
-            MeshDim("tp", mine.tp_degree),
+            MeshDim("pp", self.config.pp),
+            MeshDim("dp_replicate", config.parallelism.get("dp_replicate", -1)),
+            MeshDim("tp", self.config.tp),
         ]
 
     # -- prepare ---------------------------------------------------------------------------------

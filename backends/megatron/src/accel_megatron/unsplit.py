@@ -20,7 +20,7 @@ from accel_megatron.shard_map import same
 
 if TYPE_CHECKING:
     from accel_core import Run
-    from accel_megatron.config import MegatronLMPlugin
+    from accel_megatron.config import Sized
 
 __all__ = ["UnsplitEngine", "build", "serves", "unserved"]
 
@@ -37,20 +37,20 @@ _OF_ADAPTERS: Final = (
 """Options that only models of megatron-core itself know."""
 
 
-def serves(plugin: MegatronLMPlugin) -> bool:
+def serves(plugin: Sized) -> bool:
     """Return True if each rank has all of a model."""
-    return plugin.tp_degree == plugin.pp_degree == plugin.context_parallel_size == 1
+    return plugin.tp == plugin.pp == 1
 
 
-def unserved(plugin: MegatronLMPlugin, model: nn.Module) -> str | None:
+def unserved(plugin: Sized, model: nn.Module) -> str | None:
     """Reason: options that mean nothing to a model with a forward of its own."""
-    asked = [name for name in _OF_ADAPTERS if getattr(plugin, name)]
-    asked += ["expert_model_parallel_size"] if plugin.expert_model_parallel_size > 1 else []
-    asked += [f"other_megatron_args.{name}" for name in settings.of_layers(plugin)]
+    asked = [f"megatron.{name}" for name in _OF_ADAPTERS if getattr(plugin, name)]
+    asked += ["parallelism.ep"] if plugin.ep > 1 else []
+    asked += [f"megatron.other_megatron_args.{name}" for name in settings.of_layers(plugin)]
     if not asked:
         return None
     return (
-        f"megatron.{', megatron.'.join(asked)}: {type(model).__name__} runs its own forward, which"
+        f"{', '.join(asked)}: {type(model).__name__} runs its own forward, which"
         " knows nothing of that\n"
         "leave it out, or give a model with an adapter, or one of accel_megatron.build_model"
     )
@@ -89,7 +89,7 @@ class Whole(nn.Module):
         return self.inner.load_state_dict(state_dict, strict, assign)
 
 
-def build(run: Run, plugin: MegatronLMPlugin, model: nn.Module) -> building.Chunks:
+def build(run: Run, plugin: Sized, model: nn.Module) -> building.Chunks:
     """Return the model as this rank's only chunk, on the device.
 
     Its parameters stay the user's.
@@ -113,7 +113,7 @@ class UnsplitEngine(Engine):
     """
 
     @classmethod
-    def of(cls, run: Run, plugin: MegatronLMPlugin, model: nn.Module) -> UnsplitEngine:
+    def of(cls, run: Run, plugin: Sized, model: nn.Module) -> UnsplitEngine:
         """Return an engine around the model."""
         return cls(model, build(run, plugin, model), NativeModel(), plugin)
 

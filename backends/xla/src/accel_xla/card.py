@@ -52,6 +52,10 @@ XLA_SPMD = Card(
     },
     probe=probe,
     launch_environment="accel_xla.machine:spmd_environment",
+    dimensions={
+        "dp_replicate": "Replicated data parallelism: groups of devices, each with all parameters; unset: 1.",
+        "dp_shard": "Fully sharded data parallelism (FSDPv2): devices that share parameters; unset: all.",
+    },
     config="accel_xla.config:SpmdConfig",
     implementation="accel_xla.spmd:Spmd",
 )

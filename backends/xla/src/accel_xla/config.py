@@ -29,12 +29,6 @@ class XlaConfig(KwargsHandler):
 class SpmdConfig(KwargsHandler):
     """Options of spreading a model over one process's devices. Section `xla-spmd`."""
 
-    dp_shard_size: int = option(
-        -1, help="Devices over which parameters are spread (FSDPv2); -1: all that are left."
-    )
-    dp_replicate_size: int = option(
-        1, help="Groups of such devices, each with all parameters and other samples; -1: all devices."
-    )
     wrap: Sequence[str] = option(
         factory=tuple, help="Classes of modules whose outputs are sharded too, such as LlamaDecoderLayer."
     )

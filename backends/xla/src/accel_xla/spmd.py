@@ -85,8 +85,9 @@ class Spmd:
 
     @implements(hooks.mesh_dims)
     def mesh_dims(self, config: RunConfig, world: World) -> Sequence[MeshDim]:
-        sizes = (self.config.dp_replicate_size, self.config.dp_shard_size)
-        return [MeshDim(name, size) for name, size in zip(_DATA, sizes, strict=True)]
+        replicate = config.parallelism.get("dp_replicate", 1)
+        shard = config.parallelism.get("dp_shard", 1 if replicate == -1 else -1)
+        return [MeshDim("dp_replicate", replicate), MeshDim("dp_shard", shard)]
 
     @implements(hooks.build_mesh)
     def build_mesh(self, dims: Sequence[MeshDim], world: World) -> Mesh:

@@ -69,6 +69,11 @@ class Setting:
         return self.path.partition(".")[0]
 
     @property
+    def owner(self) -> str:
+        """The strategy that the setting is for, or else the first part of the path."""
+        return STRATEGIES["use_megatron_lm"] if self.name.startswith(MEGATRON) else self.section
+
+    @property
     def native_name(self) -> str | None:
         """megatron-core's own name of an option that only goes through MegatronLMPlugin."""
         start, _, name = self.path.rpartition(".")
@@ -108,6 +113,13 @@ def fill_from_variables(config: Any, section: str, *names: str) -> None:
     for name in names:
         if getattr(config, name) is None:
             setattr(config, name, rows[f"{section}.{name}"].read_variable())
+
+
+def fill_from_settings(config: Any, start: str, *names: str) -> None:
+    """Fill the fields that are None from the variables of the settings START + field."""
+    for name in names:
+        if getattr(config, name) is None:
+            setattr(config, name, settings()[f"{start}{name}"].read_variable())
 
 
 def find_setting(name: str) -> Setting | None:

@@ -41,10 +41,10 @@ def _boxes(dims: list[tuple[str, int]], first: int, ranks: int) -> Iterator[str]
 
 def schedule_picture(head: Mapping[str, Any]) -> str:
     """Return a table of the stages' tasks, if the options name a schedule."""
-    options = {str(path).rpartition(".")[2]: value for path, value, _ in head.get("config", [])}
-    stages, count = options.get("pp_size") or 1, options.get("gradient_accumulation_steps") or 1
+    options = {str(path): value for path, value, _ in head.get("config", [])}
+    stages, count = options.get("parallelism.pp") or 1, options.get("gradient_accumulation_steps") or 1
     draws = {"1F1B": one_f_one_b, "GPipe": gpipe}
-    name = str(options.get("pp_schedule"))
+    name = str(options.get("fsdp.pp_schedule"))
     if stages < 2:
         return ""
     text = f"{name}: {stages} stages, {count} micro-batches (gradient_accumulation_steps)"

@@ -83,7 +83,7 @@ def _count(name: str, module: nn.Module, ranks: int) -> int:
         )
     if experts % ranks:
         raise ConfigError(
-            f"fsdp.ep_size {ranks}: {name} has {experts} experts, which is not a multiple of it\n"
+            f"parallelism.ep {ranks}: {name} has {experts} experts, which is not a multiple of it\n"
             f"choose a divisor of {experts}"
         )
     return experts

@@ -109,7 +109,7 @@ def unpassable(running: Running, kind: str, error: Exception) -> AccelError:
         f"pipeline: stage {running.stage} cannot pass over the modules before it in {kind}, each of which"
         f" gives one tensor here: {type(error).__name__}: {error}\n"
         "layers that give several values, and an encoder beside a decoder, cannot be cut; split the model"
-        " elsewhere (fsdp.pp_split_points), or not at all (fsdp.pp_size)"
+        " elsewhere (fsdp.pp_split_points), or not at all (parallelism.pp)"
     )
 
 

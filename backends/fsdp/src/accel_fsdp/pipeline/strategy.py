@@ -184,7 +184,7 @@ def _refuse_own_state(model: nn.Module) -> None:
         raise ConfigError(
             f"state_dict() has {', '.join(own[:8])}, which are neither parameters nor buffers;"
             " a checkpoint of a pipeline would hold what the first rank has, whichever stage runs them\n"
-            "make them buffers, or set fsdp.pp_size: 1"
+            "make them buffers, or set parallelism.pp: 1"
         )
 
 

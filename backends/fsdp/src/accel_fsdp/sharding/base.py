@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from accel_core import hooks, implements, join_process_group, leave_process_group
 from accel_fsdp.carriers import refused_carrier
+from accel_fsdp.checks import refused_sizes
 from accel_fsdp.config import FullyShardedDataParallelPlugin
 from accel_fsdp.pipeline.stages import is_cut
 from accel_fsdp.sharding import dims, meta
@@ -58,9 +59,13 @@ class FullyShardedDataParallel:
         self._described: WeakKeyDictionary[Unit, list[str]] = WeakKeyDictionary()
         """Lines about the groups of each unit."""
 
+    @implements(hooks.refuse)
+    def refuse(self, config: RunConfig) -> Sequence[str]:
+        return list(refused_sizes(self.config, config.parallelism))
+
     @implements(hooks.mesh_dims)
     def mesh_dims(self, config: RunConfig, world: World) -> Sequence[MeshDim]:
-        return dims.declared(self.config, world)
+        return dims.declared(self.config, config.parallelism, world)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -103,7 +108,7 @@ class FullyShardedDataParallel:
                 shards=dims.shards(unit.mesh),
                 device=self.run.device,
                 cuts=self.run.world.size > 1 and self.config.strategy != "NO_SHARD",
-                stages=self.config.pp_size != 1,
+                stages=self.run.config.parallelism.get("pp", 1) != 1,
             ),
         ]
 

@@ -1,8 +1,9 @@
-"""Mesh dimensions of section `fsdp`, and those that weights are sharded over."""
+"""Mesh dimensions of a run, and the dimensions that weights are sharded over."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,23 +19,26 @@ if TYPE_CHECKING:
 __all__ = ["declared", "replica_groups", "replica_names", "sharding", "shards", "stages"]
 
 
-def declared(config: FullyShardedDataParallelPlugin, world: World) -> list[MeshDim]:
-    """Replicas of sharded models.
+def declared(config: FullyShardedDataParallelPlugin, sizes: Mapping[str, int], world: World) -> list[MeshDim]:
+    """Return the dimensions that fsdp divides ranks along, with the sizes of section `parallelism`.
 
     A HYBRID strategy without sizes shards within a node.
     """
-    replicate, shard = config.dp_replicate_size, config.dp_shard_size
-    if replicate is None and shard is None and config.strategy.startswith("HYBRID"):
-        replicate, shard = -1, world.local_size
-    if shard is None:
-        shard = 1 if -1 in (replicate, config.pp_size, config.ep_size) else -1
-    sizes = {"pp": config.pp_size, "ep": config.ep_size}
-    others = [MeshDim(name, size) for name, size in sizes.items() if size != 1]
-    return [
-        *others,
+    replicate, shard = sizes.get("dp_replicate"), sizes.get("dp_shard")
+    is_open = -1 in [size for name, size in sizes.items() if name != "ep"]
+    if config.strategy.startswith("HYBRID") and replicate is None and not is_open:
+        replicate, shard = -1, world.local_size if shard is None else shard
+    elif shard is None:
+        shard = 1 if is_open else -1
+    found = [
         MeshDim("dp_replicate", 1 if replicate is None else replicate),
         MeshDim("dp_shard", shard),
     ]
+    if sizes.get("pp", 1) != 1:
+        found.append(MeshDim("pp", sizes["pp"]))
+    if sizes.get("ep", 1) != 1:
+        found.append(MeshDim("ep", sizes["ep"], within="dp_shard"))
+    return found
 
 
 def sharding(mesh: Mesh, *left: str) -> DeviceMesh:

@@ -73,7 +73,7 @@ class Sharded(FullyShardedDataParallel):
     def transform_model(self, unit: Unit, model: nn.Module, phase: str) -> nn.Module:
         if phase == "quantize":
             self._before = dict(_places(model.modules()))
-        if phase == "parallelize" and unit.mesh is not None and self.config.ep_size != 1:
+        if phase == "parallelize" and unit.mesh is not None and unit.mesh.size("ep") > 1:
             spread(model, self.config.ep_modules, unit.mesh.device_mesh["ep"])
         return super().transform_model(unit, model, phase)
 

@@ -16,7 +16,12 @@ __all__ = ["TorchTensorParallelPlugin"]
 class TorchTensorParallelPlugin(KwargsHandler):
     """Splitting of single layers over ranks, under fsdp. Section `tensor-parallel`."""
 
-    tp_size: int = option(1, help="Over how many ranks a layer is split; -1: over all that are left.")
+    tp_size: int | None = option(
+        None, python_only=True, dimension="tp", help="Another spelling of parallelism.tp."
+    )
+    tensor_parallel_degree: int | None = option(
+        None, python_only=True, dimension="tp", help="Another spelling of parallelism.tp."
+    )
     parallelize_plan: Mapping[str, Any] | None = option(
         None,
         help="Pattern of module names -> style, added to the model's own tp_plan; null: leave it whole.",

@@ -44,19 +44,19 @@ class TensorParallel:
 
     @implements(hooks.mesh_dims)
     def mesh_dims(self, config: RunConfig, world: World) -> Sequence[MeshDim]:
-        return [MeshDim("tp", self.config.tp_size)]
+        return [MeshDim("tp", config.parallelism.get("tp", 1))]
 
     @implements(hooks.refuse_unit)
     def refuse_unit(
         self, unit: Unit, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
     ) -> Sequence[str]:
         version = getattr(unit.plugin.config, "fsdp_version", None)
-        if self.config.tp_size == 1:
+        if unit.mesh is None or unit.mesh.size("tp") == 1:
             return ()
         if version != 1:
             return refused_carrier(self.run, "tensor-parallel")
         reason = (
-            f"tensor-parallel.tp_size is {self.config.tp_size}, but fsdp.fsdp_version 1 stores weights flat,"
+            f"parallelism.tp is {unit.mesh.size('tp')}, but fsdp.fsdp_version 1 stores weights flat,"
             " not as parts of layers\nset fsdp.fsdp_version: 2"
         )
         return [reason]

@@ -96,7 +96,7 @@ def plan_of(
         return []
     if not found:
         raise ConfigError(
-            f"tensor-parallel.tp_size is {size}, but {type(model).__name__} has no tp_plan of its own, and no"
+            f"parallelism.tp is {size}, but {type(model).__name__} has no tp_plan of its own, and no"
             f" plan was given\nsay how its layers are split: {OPTION}: {{'layers.*.up': colwise, ...}}"
         )
     if loss_parallel and not any(planned.head for planned in found):
@@ -122,9 +122,9 @@ def _refuse_parted_heads(model: nn.Module, found: list[Planned], size: int) -> N
         count = getattr(config, option, None)
         if isinstance(count, int) and count % size and isinstance(planned.style, ColwiseParallel):
             raise ConfigError(
-                f"{planned.name} is split over tensor-parallel.tp_size {size}, but the model has"
+                f"{planned.name} is split over parallelism.tp {size}, but the model has"
                 f" {option} {count}, and no rank can have a part of a head\n"
-                f"choose a tp_size that divides {count}"
+                f"choose a size that divides {count}"
             )
 
 
@@ -177,8 +177,8 @@ def _refuse_uneven(name: str, module: nn.Module, style: ParallelStyle, size: int
         if tensor is not None and tensor.shape[dim] % size:
             raise ConfigError(
                 f"{name}.{key} of shape {tuple(tensor.shape)} is split along dimension {dim}, and"
-                f" {tensor.shape[dim]} is not a multiple of tensor-parallel.tp_size {size}\n"
-                f"choose a tp_size that divides it, or leave it whole: {OPTION}: {{{name}: null}}"
+                f" {tensor.shape[dim]} is not a multiple of parallelism.tp {size}\n"
+                f"choose a size that divides it, or leave it whole: {OPTION}: {{{name}: null}}"
             )
 
 

@@ -29,7 +29,7 @@ def why_unsupported(model: nn.Module) -> str | None:
         return (
             f"{name} has no adapter to megatron-core; there are adapters for {', '.join(_KNOWN)}\n"
             "give one of those, build megatron-core's model yourself (accel_megatron.build_model), or leave"
-            " tp_degree and pp_degree at 1"
+            " parallelism.tp and parallelism.pp at 1"
         )
     found = _kind(model).unsupported_setting(model.config)
     if found is None:
@@ -37,7 +37,7 @@ def why_unsupported(model: nn.Module) -> str | None:
     return (
         f"{name} with {found} cannot be computed by megatron-core\n"
         "leave that at its default, build megatron-core's model yourself (accel_megatron.build_model), or"
-        " leave tp_degree and pp_degree at 1"
+        " leave parallelism.tp and parallelism.pp at 1"
     )
 
 

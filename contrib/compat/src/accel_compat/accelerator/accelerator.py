@@ -419,10 +419,8 @@ class Accelerator(accel_core.Accelerator):
         return None if self.state.deepspeed_plugin is None else deepspeed_engine.wrapped(self.run.units)
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
-        """Refused: sequences are split by accel-context-parallel here."""
-        raise NotServedError(
-            "deepspeed_ulysses_dl_adapter: DeepSpeed's Ulysses is not served\ntake accel-context-parallel"
-        )
+        """Return the loader: each prepared batch is split over the ranks of `sp` already."""
+        return dl
 
     # Tuples: what is prepared is changed by `prepare` and `free_memory` alone.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from attrs import evolve, fields, frozen
+from attrs import fields, frozen
 
 from accel_compat.configs.deepspeed import DeepSpeedPlugin
 from accel_compat.configs.fsdp import FullyShardedDataParallelPlugin
@@ -16,6 +16,7 @@ from accel_compat.environment.variables import parse_flag_from_env
 from accel_compat.notices import warn_once
 from accel_compat.packages import load
 from accel_compat.unsupported import NotServedError
+from accel_core import ParallelismConfig as Sizes
 
 _VARIABLES: Final = {
     "strategy": "Accelerate's variables ACCELERATE_USE_…",
@@ -47,7 +48,7 @@ class Chosen:
         """Return the arguments of accel-core's Accelerator that say the same."""
         plugins = [] if self.fsdp is None else [self.fsdp.to_ours()]
         if self.mesh is not None:
-            plugins = _on(self.mesh, plugins)
+            plugins = _on(self.mesh, plugins, self.deepspeed)
         several = isinstance(self.deepspeed, dict)
         others = (self.tensors, self.megatron, None if several else self.deepspeed)
         plugins += [each.to_ours() for each in others if each is not None]
@@ -127,6 +128,11 @@ def _presets(plugins: list[Any]) -> dict[str, tuple[Any, str]]:
     """
     found: dict[str, tuple[Any, str]] = {}
     for plugin in plugins:
+        if isinstance(plugin, Sizes):
+            found |= {
+                f"parallelism.{name}": (size, _VARIABLES["extensions"]) for name, size in plugin.items()
+            }
+            continue
         option, section = _SECTIONS[type(plugin).__name__]
         before = found.get(option, ([], ""))[0]
         found[option] = (section if option == "strategy" else [*before, section], _VARIABLES[option])
@@ -137,23 +143,28 @@ def _presets(plugins: list[Any]) -> dict[str, tuple[Any, str]]:
     return found
 
 
-def _on(mesh: ParallelismConfig, plugins: list[Any]) -> list[Any]:
-    """Return the config objects that lay the run out on this mesh."""
-    if mesh.sp_enabled:
-        raise NotServedError("sp_size: DeepSpeed's Ulysses is not served\ntake cp_size instead")
-    sharded = mesh.dp_shard_size == -1 or mesh.dp_shard_enabled
-    if sharded or plugins or mesh.tp_enabled:
-        cls = load("accel_fsdp:FullyShardedDataParallelPlugin", "ParallelismConfig")
-        base = plugins[0] if plugins else cls()
-        sizes = {"dp_replicate_size": mesh.dp_replicate_size, "dp_shard_size": mesh.dp_shard_size}
-        plugins = [evolve(base, **sizes), *plugins[1:]]
-    if mesh.tp_enabled:
-        split = load("accel_fsdp:TorchTensorParallelPlugin", "tp_size")
-        plugins.append(split(tp_size=mesh.tp_size))
+def _on(mesh: ParallelismConfig, plugins: list[Any], deepspeed: Any) -> list[Any]:
+    """Return the config objects that lay the run out on this mesh.
+
+    Raises:
+        NotServedError: sequence parallelism without DeepSpeed.
+    """
+    if mesh.sp_enabled and deepspeed is None:
+        raise NotServedError(
+            "sp_size: only DeepSpeed splits sequences so\ngive a deepspeed_plugin, or cp_size"
+        )
+    if not plugins and (mesh.dp_shard_enabled or mesh.tp_enabled):
+        plugins = [load("accel_fsdp:FullyShardedDataParallelPlugin", "ParallelismConfig")()]
+    sizes = {name: getattr(mesh, f"{name}_size") for name in mesh.active_mesh_dims}
+    if plugins and sizes:  # unset, dp_shard would be all ranks that the others leave
+        sizes |= {"dp_replicate": mesh.dp_replicate_size, "dp_shard": mesh.dp_shard_size}
+    if mesh.tp_handler is not None and mesh.tp_handler.enable_async_tp:
+        warn_once("enable_async_tp has no effect: accel-fsdp has no asynchronous tensor parallelism")
     if mesh.cp_enabled:
         shared = load("accel_context_parallel:ContextParallelPlugin", "cp_size")
-        plugins.append(shared(size=mesh.cp_size, buffers={}))  # maybe_context_parallel shares out
-    return plugins
+        method = mesh.cp_handler.cp_comm_strategy if mesh.cp_handler else "allgather"
+        plugins = [*plugins, shared(buffers={}, rotate_method=method)]  # maybe_context_parallel shares out
+    return [*plugins, Sizes(**sizes)]
 
 
 def use_run_accumulation(plugin: Any, steps: int | None) -> None:

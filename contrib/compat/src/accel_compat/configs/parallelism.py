@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from accel_compat.configs.translation import Translated
-from accel_compat.settings import fill_from_variables
+from accel_compat.settings import fill_from_settings
 
+_START = "parallelism_config_"
 _SIZES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 
 
@@ -36,7 +37,7 @@ class TorchContextParallelConfig:
     cp_comm_strategy: str | None = None
 
     def __post_init__(self) -> None:
-        fill_from_variables(self, "fsdp", "cp_comm_strategy")
+        fill_from_settings(self, _START, "cp_comm_strategy")
         if self.cp_comm_strategy not in ("allgather", "alltoall"):
             raise ValueError(
                 f"Invalid cp_comm_strategy: {self.cp_comm_strategy}. Supported strategies are 'allgather' or"
@@ -53,7 +54,7 @@ class DeepSpeedSequenceParallelConfig:
     sp_attn_implementation: str | None = None
 
     def __post_init__(self) -> None:
-        fill_from_variables(self, "fsdp", "sp_seq_length_is_variable", "sp_attn_implementation")
+        fill_from_settings(self, _START, "sp_seq_length_is_variable", "sp_attn_implementation")
         kernels = (None, "flash_attention_2", "flash_attention_3", "sdpa")
         if self.sp_attn_implementation not in kernels and "/" not in str(self.sp_attn_implementation):
             raise ValueError(
@@ -104,7 +105,7 @@ class ParallelismConfig:
 
     def __post_init__(self) -> None:
         sizes = [f"{name}_size" for name in _SIZES]
-        fill_from_variables(self, "fsdp", *sizes, "cp_backend", "sp_backend")
+        fill_from_settings(self, _START, *sizes, "cp_backend", "sp_backend")
         for name in _SIZES:
             size = getattr(self, f"{name}_size")
             if type(size) is not int:

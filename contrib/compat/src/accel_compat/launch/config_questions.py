@@ -43,7 +43,7 @@ def _section(strategy: str) -> dict[str, Any]:
 
     What is left empty is not written.
     """
-    rows = [row for row in settings().values() if row.section == strategy and row.native_name is None]
+    rows = [row for row in settings().values() if row.owner == strategy and row.native_name is None]
     asked = [row for row in rows if row.variable.startswith(("FSDP_", "ACCELERATE_", "MEGATRON_LM_"))]
     found: dict[str, Any] = {}
     for row in asked:

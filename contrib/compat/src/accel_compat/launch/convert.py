@@ -59,14 +59,29 @@ def convert(settings: Mapping[str, Any]) -> Converted:
         value = _value(setting, given)
         if setting.is_off(value):
             continue
-        if setting.section in others:
+        if setting.owner in others:
             dropped[name] = why
         else:
             config[setting.path] = value
+    _keep_sizes(config)
     config |= lay_out(settings)
     if strategy == "fsdp":
         config.setdefault("fsdp.fsdp_version", 1)
     return Converted(_nested(config), dropped)
+
+
+def _keep_sizes(config: dict[str, Any]) -> None:
+    """Leave out the sizes of 1 that say nothing: a file may name a dimension only if a package has it."""
+    sizes = {path: size for path, size in config.items() if path.startswith("parallelism.")}
+    meshed = any(size != 1 for size in sizes.values())
+    for path, size in sizes.items():
+        # Unset, dp_shard is all ranks that the others leave.
+        if size == 1 and not (
+            meshed and config.get("strategy") == "fsdp" and path.startswith("parallelism.dp_")
+        ):
+            del config[path]
+    if config.get("parallelism.cp", 1) == 1:
+        config.pop("cp.rotate_method", None)
 
 
 def _value(setting: Setting, value: Any) -> Any:

@@ -170,6 +170,8 @@ class TestedStack:
     def settings_without(self, *slots: str) -> dict[str, str]:
         """Return the settings of a stack that has other plugins in these slots."""
         others = {record.name.replace("-", "_") for record in self.records if record.slot in slots}
+        if "strategy" in slots:
+            others.add("parallelism")
         return {path: text for path, text in self.settings.items() if path.partition(".")[0] not in others}
 
     def __str__(self) -> str:

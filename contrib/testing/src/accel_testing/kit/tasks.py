@@ -95,16 +95,17 @@ def make(arguments: Mapping[str, Any], **more: Any) -> Accelerator:
 
     limit = InitProcessGroupKwargs(timeout=timedelta(seconds=collective_seconds()))
     handlers = [limit, *more.pop("kwargs_handlers", ())]
-    replaced = {arguments[name] for name in arguments.keys() & more.keys() if arguments[name] != more[name]}
-    with _without_options_of({name for name in replaced if isinstance(name, str)}):
+    replaced = {name for name in arguments.keys() & more.keys() if arguments[name] != more[name]}
+    plugins = {arguments[name] for name in replaced if isinstance(arguments[name], str)}
+    with _without_options_of(plugins | {"parallelism"} if "strategy" in replaced else plugins):
         accelerator = Accelerator(**{**arguments, **more}, kwargs_handlers=handlers)
     _runs.add(accelerator.run)
     return accelerator
 
 
-def _without_options_of(plugins: Collection[str]) -> AbstractContextManager[Any]:
-    sections = tuple(f"ACCEL__{name.replace('-', '_').upper()}__" for name in plugins)
-    others = {name: text for name, text in os.environ.items() if not name.startswith(sections)}
+def _without_options_of(sections: Collection[str]) -> AbstractContextManager[Any]:
+    prefixes = tuple(f"ACCEL__{name.replace('-', '_').upper()}__" for name in sections)
+    others = {name: text for name, text in os.environ.items() if not name.startswith(prefixes)}
     return patch.dict(os.environ, others, clear=True) if len(others) < len(os.environ) else nullcontext()
 
 
