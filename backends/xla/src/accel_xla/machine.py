@@ -33,7 +33,7 @@ def probe() -> str | None:
     if vendor is None:
         return f"torch-xla is not installed; {_install(torch)}"
     if torch is None or _minor(torch) != _minor(vendor):
-        return f"torch-xla {vendor} was built for another torch than {torch}; {_install(torch)}"
+        return f"torch-xla {vendor} was not built for torch {torch}; {_install(torch)}"
     return None
 
 
