@@ -125,7 +125,7 @@ def test_weights_that_are_no_ordinary_parameters_stay() -> None:
 
 def test_options_that_a_config_overrides_are_refused() -> None:
     for more in ({"recipe": "rowwise"}, {"pad_inner_dim": True}, {"emulate": True}):
-        with pytest.raises(ValueError, match=r"config is given, and beside it recipe.*\nset them in"):
+        with pytest.raises(ValueError, match=r"config is set together with recipe.*\nset these in"):
             Float8Config(config=library_config(Float8Config()), **more)
 
 
