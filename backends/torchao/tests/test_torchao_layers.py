@@ -12,7 +12,7 @@ from torch.nn.utils import prune
 
 from accel_core import Accelerator, AccelError, ConfigError
 from accel_torchao import Float8Config, quantize
-from accel_torchao.conversion import _Input, convert, library_config
+from accel_torchao.conversion import _CastInput, convert, library_config
 from accel_torchao.layers import choose
 
 
@@ -142,7 +142,7 @@ def test_nothing_to_convert_is_an_error_with_each_reason() -> None:
 def test_odd_numbers_of_tokens_are_refused_by_the_layers_name_on_gpus() -> None:
     run = accelerator()
     prepared = run.prepare(model())
-    check = _Input("block.up", "cpu", checks=True)
+    check = _CastInput("block.up", "cpu", checks=True)
     prepared.block.up.register_forward_pre_hook(check, with_kwargs=True)
     with pytest.raises(AccelError, match=r"layer block.up gets 21 tokens .*\n.*pad_inner_dim: true"):
         prepared(batches(1)[0][:7, :3])

@@ -62,7 +62,7 @@ def compiled_by_hand() -> tuple[list[str], bool]:
     """What is said when a model is compiled where ipex has optimized one."""
     from accel_xpu import ipex
 
-    ipex._hide_until_compiled()
+    ipex._hide_warning_until_compilation()
     with warnings.catch_warnings(record=True) as before:
         warnings.warn("aten::layer_norm: an autograd kernel was not registered", stacklevel=1)
     with warnings.catch_warnings(record=True) as told:

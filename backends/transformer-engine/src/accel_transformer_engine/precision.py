@@ -56,7 +56,7 @@ class TransformerEngine:
     def refuse_unit(
         self, unit: Unit, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
     ) -> Sequence[str]:
-        if self._stands_aside(unit):
+        if self._strategy_has_layers(unit):
             self._checked_recipe()
             return ()
         if unit.mesh is not None and unit.mesh.size("tp") > 1:
@@ -69,7 +69,7 @@ class TransformerEngine:
 
     @implements(hooks.transform_model)
     def transform_model(self, unit: Unit, model: nn.Module, phase: str) -> nn.Module:
-        if phase != "convert" or self._stands_aside(unit):
+        if phase != "convert" or self._strategy_has_layers(unit):
             return model
         recipe = self._checked_recipe()
         done = self._converted.setdefault(unit, _Converted())
@@ -101,7 +101,7 @@ class TransformerEngine:
     @implements(hooks.autocast)
     def autocast(self, unit: Unit) -> Callable[[], AbstractContextManager[Any]] | None:
         self._converted.setdefault(unit, _Converted())
-        if self._stands_aside(unit):
+        if self._strategy_has_layers(unit):
             return None
         recipe, group = self._checked_recipe(), self._group(unit)
         if group is None and self.run.world.size > 1 and recipe.delayed():
@@ -130,7 +130,7 @@ class TransformerEngine:
 
     @implements(hooks.describe)
     def describe(self, unit: Unit) -> Sequence[str]:
-        if self._stands_aside(unit):
+        if self._strategy_has_layers(unit):
             return [f"float8 ({type(self._recipe).__name__}): the layers of strategy {unit.strategy}"]
         done = self._converted.get(unit, _Converted())
         chosen = [name or "the model" for choice in done.choices for name in choice.chosen]
@@ -141,7 +141,7 @@ class TransformerEngine:
             *(f"not converted: {name or 'the model'}: {reason}" for name, reason in skipped),
         ]
 
-    def _stands_aside(self, unit: Unit) -> bool:
+    def _strategy_has_layers(self, unit: Unit) -> bool:
         """Return True if the strategy has its own layers of Transformer Engine, so that none is converted."""
         card = self.run.cards.get(unit.strategy)
         return card is not None and card.name == "megatron"
