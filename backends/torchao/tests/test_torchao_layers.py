@@ -132,7 +132,7 @@ def test_options_that_a_config_overrides_are_refused() -> None:
 def test_nothing_to_convert_is_an_error_with_each_reason() -> None:
     run = accelerator()
     net = nn.Sequential(nn.Linear(16, 15), nn.Linear(15, 15), nn.Linear(15, 16))
-    with pytest.raises(ConfigError, match=r"no layer of the Sequential.*1: 15 to 15 features, no multiples"):
+    with pytest.raises(ConfigError, match=r"no layer of the Sequential.*1: 15 to 15 features, not multiples"):
         run.prepare(net)
     with pytest.raises(ConfigError, match=r"it has no linear layer.*\n.*mixed_precision: bf16"):
         run.prepare(nn.Embedding(4, 4))
