@@ -323,9 +323,12 @@ def test_a_value_beside_nan_and_infinity_is_refused_and_these_stay_as_they_are(t
     [
         ({}, "are both False"),
         ({"load_in_8bit": True, "load_in_4bit": True}, "are both True"),
-        ({"load_in_8bit": 1}, "load_in_8bit is 1"),
+        ({"load_in_8bit": 1}, "load_in_8bit must be True or False, got 1"),
         ({"load_in_4bit": True, "bnb_4bit_quant_type": "int4"}, "one of fp4, nf4"),
-        ({"load_in_4bit": True, "bnb_4bit_compute_dtype": "int8"}, "bnb_4bit_compute_dtype is 'int8'"),
+        (
+            {"load_in_4bit": True, "bnb_4bit_compute_dtype": "int8"},
+            "bnb_4bit_compute_dtype must be one of .*, got 'int8'",
+        ),
         ({"load_in_4bit": True, "bnb_4bit_use_double_quant": "yes"}, "True or False"),
         (
             {"load_in_4bit": True, "bnb_4bit_quant_storage": torch.int64},
