@@ -95,7 +95,7 @@ def test_a_checkpoint_of_another_kind_is_refused_and_nothing_touched(
         run.load_state(tmp_path / "state")
     assert torch.equal(net(ids()), before)
     run.end_training()
-    with pytest.raises(ConfigError, match=r"the checkpoint is quantised as .*, and the config asks for"):
+    with pytest.raises(ConfigError, match=r"the checkpoint is quantised as .*, but the config says"):
         load_and_quantize_model(empty(), config(loaded_as), tmp_path / "export")
 
 
@@ -103,7 +103,9 @@ def test_a_checkpoint_of_another_kind_is_refused_and_nothing_touched(
 def test_a_state_dict_of_full_weights_is_refused(kind: str) -> None:
     net = load_and_quantize_model(model(), config(kind))
     before = net(ids())
-    with pytest.raises(RuntimeError, match=r"blocks\.0\.up\.weight is torch\.float32 there, and quantised"):
+    with pytest.raises(
+        RuntimeError, match=r"blocks\.0\.up\.weight is torch\.float32 in the state dict and quantised"
+    ):
         net.load_state_dict(model(7).state_dict(), strict=False)
     assert torch.equal(
         net.blocks[0](torch.ones(64)),

@@ -128,7 +128,7 @@ def test_an_option_that_may_come_too_late_is_told(
 
     run.select_device(World())
 
-    assert ("make it first" in caplog.text) == warned
+    assert ("make the Accelerator first" in caplog.text) == warned
 
 
 def test_tf32_is_off_where_a_script_has_switched_it_on_for_all_by_the_newer_name(run_command) -> None:
@@ -157,7 +157,7 @@ def test_two_runs_of_a_process_cannot_set_one_switch_differently() -> None:
     first, second = plugin(CudaConfig(tf32=True)), plugin(CudaConfig(tf32=False))
     first.select_device(World())
 
-    with pytest.raises(ConfigError, match="cuda.tf32: False here, True in another run"):
+    with pytest.raises(ConfigError, match="cuda.tf32 is False in this run and True in another run"):
         second.select_device(World())
     first.run_ended()
     assert second.select_device(World()) == DEVICE

@@ -270,7 +270,7 @@ def test_an_option_that_a_variable_of_the_user_overrides_is_refused(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
-    reasons = [*machine.contradicted(options)]
+    reasons = [*machine.conflicts(options)]
 
     assert len(reasons) == len(told)
     assert all(words in reason for words, reason in zip(told, reasons, strict=True))

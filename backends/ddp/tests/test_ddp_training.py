@@ -97,7 +97,7 @@ def use_a_released_model(ends: bool) -> tuple[str, bool]:
 @pytest.mark.parametrize("ends", [False, True], ids=["free_memory", "end_training"])
 def test_a_forward_of_a_released_model_says_what_to_call(ends: bool, run_processes) -> None:
     for message, is_equal in run_processes(use_a_released_model, ends):
-        assert "prepare the model again, or use the one inside" in message
+        assert "prepare the model again, or use accelerator.unwrap_model(model)" in message
         assert is_equal
 
 

@@ -33,7 +33,7 @@ def plugin(config: MpsConfig | None = None, **below: Any) -> MpsDevice:
     [
         ("Darwin", "arm64", "15.1", None),
         ("Linux", "x86_64", "", "this is Linux, not macOS"),
-        ("Darwin", "x86_64", "15.1", "an arm64 one is needed"),
+        ("Darwin", "x86_64", "15.1", "use an arm64 Python"),
         ("Darwin", "arm64", "13.6", "macOS 13.6 is too old"),
     ],
 )

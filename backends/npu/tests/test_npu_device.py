@@ -83,7 +83,9 @@ def test_an_affinity_that_a_variable_of_the_user_overrides_is_refused(
     said = plugin(monkeypatch, Chip(), NpuConfig(cpu_affinity="1")).refuse(config)
 
     assert bool(said) == refused
-    assert not refused or said[0].startswith("npu.cpu_affinity is '1', but CPU_AFFINITY_CONF='2'")
+    assert not refused or said[0].startswith(
+        "npu.cpu_affinity is '1', but torch_npu reads CPU_AFFINITY_CONF='2'"
+    )
 
 
 @pytest.mark.parametrize(("chip", "able"), [(True, {"bf16", "fp16"}), (False, {"fp16"})])

@@ -12,7 +12,7 @@ from torch.nn.utils import prune
 
 from accel_core import Accelerator, AccelError, ConfigError
 from accel_torchao import Float8Config, quantize
-from accel_torchao.conversion import _Input, convert, library_config
+from accel_torchao.conversion import _CastInput, convert, library_config
 from accel_torchao.layers import choose
 
 
@@ -125,14 +125,14 @@ def test_weights_that_are_no_ordinary_parameters_stay() -> None:
 
 def test_options_that_a_config_overrides_are_refused() -> None:
     for more in ({"recipe": "rowwise"}, {"pad_inner_dim": True}, {"emulate": True}):
-        with pytest.raises(ValueError, match=r"config is given, and beside it recipe.*\nset them in"):
+        with pytest.raises(ValueError, match=r"config is set together with recipe.*\nset these in"):
             Float8Config(config=library_config(Float8Config()), **more)
 
 
 def test_nothing_to_convert_is_an_error_with_each_reason() -> None:
     run = accelerator()
     net = nn.Sequential(nn.Linear(16, 15), nn.Linear(15, 15), nn.Linear(15, 16))
-    with pytest.raises(ConfigError, match=r"no layer of the Sequential.*1: 15 to 15 features, no multiples"):
+    with pytest.raises(ConfigError, match=r"no layer of the Sequential.*1: 15 to 15 features, not multiples"):
         run.prepare(net)
     with pytest.raises(ConfigError, match=r"it has no linear layer.*\n.*mixed_precision: bf16"):
         run.prepare(nn.Embedding(4, 4))
@@ -142,7 +142,7 @@ def test_nothing_to_convert_is_an_error_with_each_reason() -> None:
 def test_odd_numbers_of_tokens_are_refused_by_the_layers_name_on_gpus() -> None:
     run = accelerator()
     prepared = run.prepare(model())
-    check = _Input("block.up", "cpu", checks=True)
+    check = _CastInput("block.up", "cpu", checks=True)
     prepared.block.up.register_forward_pre_hook(check, with_kwargs=True)
     with pytest.raises(AccelError, match=r"layer block.up gets 21 tokens .*\n.*pad_inner_dim: true"):
         prepared(batches(1)[0][:7, :3])

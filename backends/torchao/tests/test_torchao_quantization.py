@@ -76,7 +76,7 @@ def test_loaded_models_keep_their_ties(tmp_path: Path) -> None:
     again = load_quantized(again, tmp_path)
     assert again.head.weight is again.words.weight
     assert torch.equal(again(batches(1)[0]), net(batches(1)[0]))
-    with pytest.raises(ConfigError, match="no linear layer of the Model is left"):
+    with pytest.raises(ConfigError, match="no linear layer of the Model is selected"):
         quantize(again, "int4")
 
 
@@ -133,7 +133,7 @@ def test_safetensors_are_refused_with_the_remedy(tmp_path: Path) -> None:
 
 def test_patterns_choose_layers_and_tied_ones_stay() -> None:
     assert quantised(quantize(model(), "int8", only=r"block\..*", skip=".*down")) == ["block.up.weight"]
-    with pytest.raises(ConfigError, match="no linear layer of the Model is left"):
+    with pytest.raises(ConfigError, match="no linear layer of the Model is selected"):
         quantize(model(), "int8", only="head")
 
 

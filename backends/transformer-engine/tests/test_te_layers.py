@@ -37,7 +37,7 @@ def test_an_odd_layer_does_not_keep_its_siblings_from_conversion() -> None:
     run = accelerator()
     prepared = run.prepare(net)
     assert [isinstance(layer, te.Linear) for layer in prepared] == [False, True, True]
-    assert "not converted: 0: 10 to 16 features, no multiples of 16" in run.explain()
+    assert "not converted: 0: 10 to 16 features, not multiples of 16" in run.explain()
     run.end_training()
 
 
@@ -95,7 +95,7 @@ def test_norms_without_weight_or_bias_stay_as_they_are() -> None:
     assert choice.skipped == {
         "1": "it has no bias",
         "2": "it has no weight",
-        "3": "its eps is that of its input's dtype",
+        "3": "its eps depends on the dtype of its input",
     }
     run = accelerator()
     del net[3]  # torch warns of it under autocast
@@ -140,7 +140,7 @@ def test_layers_with_a_forward_of_their_own_or_odd_weights_stay() -> None:
 
 def test_nothing_to_convert_is_an_error_with_each_reason() -> None:
     run = accelerator()
-    with pytest.raises(ConfigError, match=r"no layer of the Sequential.*0: 16 to 15 features, no multiples"):
+    with pytest.raises(ConfigError, match=r"no layer of the Sequential.*0: 16 to 15 features, not multiples"):
         run.prepare(nn.Sequential(nn.Linear(16, 15), nn.LayerNorm(15)))
     with pytest.raises(ConfigError, match=r"it has no linear layer.*\n.*mixed_precision: bf16"):
         run.prepare(nn.Embedding(4, 4))

@@ -69,7 +69,7 @@ def test_a_layer_that_computes_again_after_the_step_has_its_weights(kind: Any) -
             optimizer.step()
     stepped = net(x)  # as a discriminator for its generator's loss
     anew = run.unwrap_model(net)[0]._inputs
-    anew._kept = None
+    anew._last_weight = None
     assert torch.equal(stepped, net(x))
     run.end_training()
 

@@ -68,7 +68,7 @@ def test_an_epoch_may_be_left_early(run_processes) -> None:
 
 
 def test_a_lost_tpu_is_no_slow_run_on_the_cpu(run_processes) -> None:
-    assert "XLA's CPU device is used only when named (xla.pjrt_device: CPU" in one(
+    assert "XLA's CPU device is used only if named (xla.pjrt_device: CPU" in one(
         run_processes, jobs.lost_device
     )
 

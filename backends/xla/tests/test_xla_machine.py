@@ -80,7 +80,7 @@ def test_an_older_torch_gets_its_own_pair(here: Machine) -> None:
     here.versions["torch"] = "2.8.0a0+vendor"
 
     assert probe() == (
-        "torch-xla 2.9.0 was built for another torch than 2.8.0a0+vendor;"
+        "torch-xla 2.9.0 was not built for torch 2.8.0a0+vendor;"
         " pip install 'torch==2.8.*' 'torch-xla==2.8.*'"
     )
 

@@ -35,7 +35,7 @@ def one(run_processes, function: Any, *args: Any, **options: Any) -> Any:
         ({"torch": "2.8.0+cpu"}, "pip install './backends/xpu[ipex]'"),
         (
             {"torch": "2.13.0", "intel-extension-for-pytorch": "2.8.0"},
-            "2.8.0 was built for another torch than 2.13.0",
+            "2.8.0 was not built for torch 2.13.0",
         ),
     ],
     ids=["pair", "missing", "other torch"],
@@ -62,7 +62,7 @@ def compiled_by_hand() -> tuple[list[str], bool]:
     """What is said when a model is compiled where ipex has optimized one."""
     from accel_xpu import ipex
 
-    ipex._hide_until_compiled()
+    ipex._hide_warning_until_compilation()
     with warnings.catch_warnings(record=True) as before:
         warnings.warn("aten::layer_norm: an autograd kernel was not registered", stacklevel=1)
     with warnings.catch_warnings(record=True) as told:
@@ -78,7 +78,7 @@ def test_a_model_that_is_compiled_by_hand_later_is_noticed_once(run_processes) -
 
     assert not before
     assert told == [
-        "a model is being compiled in a process where ipex has optimized one",
+        "a model is being compiled in a process in which ipex has optimized a model",
         "aten::layer_norm: an autograd kernel was not registered",
     ]
 
@@ -113,7 +113,7 @@ def test_compiling_is_refused_for_it_loses_gradients() -> None:
     (of_model,) = extension().refuse_unit(None, [by_hand], [])  # type: ignore[arg-type]
 
     assert "parameters before a layer norm get no gradient\nleave ipex or torch.compile out" in reason
-    assert "a model that torch.compile has made" in of_model
+    assert "a model was compiled by torch.compile" in of_model
     assert extension().refuse(plain) == []
 
 

@@ -1,4 +1,4 @@
-"""Layers that another loader has quantised, given statistics as buffers."""
+"""Conversion of layers that another loader has quantised: their statistics become buffers."""
 
 from __future__ import annotations
 
@@ -13,31 +13,34 @@ if TYPE_CHECKING:
 
 __all__ = ["adopt"]
 
-OURS: Final = ((bnb.nn.Linear8bitLt, Linear8), (bnb.nn.Linear4bit, Linear4))
+CLASSES: Final = ((bnb.nn.Linear8bitLt, Linear8), (bnb.nn.Linear4bit, Linear4))
 
 
 def adopt(model: nn.Module) -> list[str]:
-    """Give the bitsandbytes layers of another loader their statistics as buffers.
+    """Make buffers of the statistics of bitsandbytes layers that another loader has made, in place.
 
-    In place. Layers that train in float16 (`has_fp16_weights`) stay as they are.
+    Layers that train in float16 (`has_fp16_weights`) are not changed.
 
     Returns:
         The names of the layers that were changed.
     """
-    adopted = []
+    names = []
     module: Any
     for name, module in model.named_modules():
-        ours = next((ours for theirs, ours in OURS if isinstance(module, theirs)), None)
-        if ours is None or isinstance(module, Quantised):
+        converted = next((new for old, new in CLASSES if isinstance(module, old)), None)
+        if converted is None or isinstance(module, Quantised):
             continue
         state = getattr(module, "state", None)
         if state is not None and state.has_fp16_weights:
             continue
-        if state is not None and state.SCB is not None:  # after its first forward
+        # The first forward of an 8-bit layer moves the scales from the weight to `state`.
+        if state is not None and state.SCB is not None:
             module.weight.SCB = state.SCB
+        # bitsandbytes rewrites 4-bit weights for inference on some CPUs. Its state_dict() restores the
+        # layout.
         if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
-            module.state_dict()  # which brings the weight back into its usual layout
-        module.__class__ = ours
+            module.state_dict()
+        module.__class__ = converted
         module.take_statistics()
-        adopted.append(name)
-    return adopted
+        names.append(name)
+    return names

@@ -16,7 +16,7 @@ def _probe() -> str | None:
 BITSANDBYTES = Card(
     name="bitsandbytes",
     slot="extension",
-    summary="Quantised weights of any loader are kept whole in checkpoints, and never trained.",
+    summary="Checkpoints hold all of a quantised weight, from any loader; no optimizer may train it.",
     api_version="1.0",
     needs={"whole_weights"},
     probe=_probe,

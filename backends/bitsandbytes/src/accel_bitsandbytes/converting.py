@@ -1,4 +1,4 @@
-"""Quantisation of linear layers in place: each stays the same object."""
+"""Quantisation of linear layers in place: each layer stays the same object."""
 
 from __future__ import annotations
 
@@ -13,67 +13,75 @@ from accel_bitsandbytes.choosing import Choice, is_named
 from accel_bitsandbytes.layers import Linear4, Linear8
 from accel_core import ConfigError
 
-__all__ = ["become", "cast", "exceeds_float16", "outline", "quantise", "require_range", "shell"]
+__all__ = [
+    "cast",
+    "convert_class",
+    "exceeds_float16",
+    "match_checkpoint",
+    "quantise",
+    "quantise_on_meta",
+    "require_range",
+]
 
 PIECE: Final = 2**18
-"""Elements that a CPU quantises together: whole blocks, which have a scale each."""
+"""Number of elements that a CPU quantises in one call; a multiple of the blocks that have a scale."""
 
 
 def quantise(name: str, layer: nn.Linear, config: Any, device: torch.device) -> None:
-    """Quantise the layer's weight on a device, and keep it there.
+    """Quantise the layer's weight on a device and leave it there.
 
-    The layer keeps its identity, hooks, training mode and attributes, and its bias whether it trains.
+    The layer keeps its identity, hooks, training mode and attributes. Its bias keeps `requires_grad`.
 
     Raises:
-        ConfigError: the weight has values that the quantised one cannot hold.
+        ConfigError: the weight has values that the quantised weight cannot represent.
     """
     weight = layer.weight.detach().to(device)
-    made, scales = (_in_8bit if config.load_in_8bit else _in_4bit)(weight, config)
+    quantised, scales = (_in_8bit if config.load_in_8bit else _in_4bit)(weight, config)
     if not bool(scales.float().isfinite().all()):
         raise ConfigError(
             f"{name}.weight has values that are not finite in"
             f" {torch.float16 if config.load_in_8bit else config.torch_dtype}\n"
-            f"mend the checkpoint, or leave the layer as it is: skip_modules=[{name!r}, ...]"
+            f"repair the checkpoint, or do not quantise the layer: skip_modules=[{name!r}, ...]"
         )
-    become(layer, config)
+    convert_class(layer, config)
     if layer.bias is not None:
         layer.bias.data = layer.bias.data.to(device)
-    layer.weight = made
+    layer.weight = quantised
 
 
-def become(layer: nn.Linear, config: Any) -> None:
-    """Make the layer one of bitsandbytes, with the weight that it has.
+def convert_class(layer: nn.Linear, config: Any) -> None:
+    """Make the layer a layer of bitsandbytes with its current weight.
 
-    A weight that is not on the meta device is quantised when the layer is moved, to any device.
+    bitsandbytes quantises a weight that is not on the meta device when the layer is moved to any device.
     """
     sizes, weight = (layer.in_features, layer.out_features, layer.bias is not None), layer.weight.detach()
     if config.load_in_8bit:
         threshold = config.llm_int8_threshold
         kind: Any = Linear8
         model = kind(*sizes, has_fp16_weights=False, threshold=threshold, device="meta")
-        made = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+        parameter = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
     else:
         dtype, nested = config.bnb_4bit_compute_dtype, config.bnb_4bit_use_double_quant
         storage = storage_of(config)
         kind = Linear4
         model = kind(*sizes, dtype, nested, config.bnb_4bit_quant_type, storage, device="meta")
-        made = bnb.nn.Params4bit(
+        parameter = bnb.nn.Params4bit(
             weight,
             requires_grad=False,
             compress_statistics=nested,
             quant_type=config.bnb_4bit_quant_type,
             quant_storage=storage,
         )
-    known = vars(layer)
+    attributes = vars(layer)
     layer.__class__ = type(model)
-    known.update({key: value for key, value in vars(model).items() if key not in known})
-    layer._parameters["weight"] = made
+    attributes.update({key: value for key, value in vars(model).items() if key not in attributes})
+    layer._parameters["weight"] = parameter
 
 
-def outline(layer: nn.Linear, config: Any) -> None:
-    """Make a layer on the meta device as large as it is once it is quantised."""
+def quantise_on_meta(layer: nn.Linear, config: Any) -> None:
+    """Give a layer on the meta device the shapes and dtypes of a quantised layer, for plans of memory."""
     count = layer.weight.numel()
-    become(layer, config)
+    convert_class(layer, config)
     if config.load_in_8bit:
         shape, dtype = tuple(layer.weight.shape), torch.int8
         layer._buffers["SCB"] = torch.empty(layer.out_features, device="meta")
@@ -86,12 +94,15 @@ def outline(layer: nn.Linear, config: Any) -> None:
     layer.weight.data = torch.empty(shape, dtype=dtype, device="meta")
 
 
-def shell(layer: nn.Linear, config: Any, parts: Mapping[str, Any]) -> None:
-    """Make a layer on the meta device one that a checkpoint has quantised already.
+def match_checkpoint(layer: nn.Linear, config: Any, parts: Mapping[str, Any]) -> None:
+    """Give a layer on the meta device the shapes and dtypes of a checkpoint's quantised tensors.
 
-    parts: name in the layer -> what the checkpoint has for it, with `shape` and `dtype`.
+    Args:
+        layer: the layer.
+        config: the options.
+        parts: name in the layer -> the checkpoint's tensor, with `shape` and `dtype`.
     """
-    become(layer, config)
+    convert_class(layer, config)
     for name, part in parts.items():
         empty = torch.empty(part.shape, dtype=part.dtype, device="meta")
         if name == "weight":
@@ -101,17 +112,17 @@ def shell(layer: nn.Linear, config: Any, parts: Mapping[str, Any]) -> None:
 
 
 def cast(model: nn.Module, config: Any, choice: Choice) -> None:
-    """Give the parameters of other modules, and biases, their dtype.
+    """Cast the parameters of other modules, and biases, to their dtypes.
 
     Raises:
-        ConfigError: float16 cannot hold a value; nothing is changed then.
+        ConfigError: float16 cannot represent a value; no parameter was cast.
     """
-    kept = list(config.keep_in_fp32_modules or ())
+    fp32_modules = list(config.keep_in_fp32_modules or ())
     weights = {layer.weight for layer in choice.chosen.values()}
-    wide = {
+    in_fp32 = {
         parameter
         for name, module in model.named_modules()
-        if is_named(name, kept)
+        if is_named(name, fp32_modules)
         for parameter in module.parameters(recurse=False)
     }
     floats = [
@@ -120,32 +131,30 @@ def cast(model: nn.Module, config: Any, choice: Choice) -> None:
         if parameter.is_floating_point() and (parameter.is_meta or parameter not in weights)
     ]
     if config.torch_dtype is torch.float16:
-        require_range((name, parameter) for name, parameter in floats if parameter not in wide)
+        require_range((name, parameter) for name, parameter in floats if parameter not in in_fp32)
     for _, parameter in floats:
-        parameter.data = parameter.data.to(torch.float32 if parameter in wide else config.torch_dtype)
+        parameter.data = parameter.data.to(torch.float32 if parameter in in_fp32 else config.torch_dtype)
 
 
 def exceeds_float16(dtype: torch.dtype) -> bool:
-    """Return whether the dtype has numbers that float16 has not."""
+    """Return True if the dtype has larger numbers than float16."""
     return not dtype.is_floating_point or torch.finfo(dtype).max > torch.finfo(torch.float16).max
 
 
 def require_range(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise unless float16 can hold all values.
-
-    NaN and infinities are the same there.
+    """Raise unless float16 can represent all values; NaN and infinities are accepted.
 
     Raises:
-        ConfigError: names the first tensor that has others.
+        ConfigError: with the name of the first tensor that has a value out of range.
     """
     for name, tensor in named:
         if tensor.is_meta or not tensor.numel() or not exceeds_float16(tensor.dtype):
             continue
         values = tensor.detach()
-        ends = torch.stack(values.aminmax())  # abs() would be a copy
-        if not ends.isfinite().all():  # NaN hides all other values
-            ends = values[values.isfinite()]
-        if (ends.abs() > torch.finfo(torch.float16).max).any():
+        extremes = torch.stack(values.aminmax())  # abs() of all values would copy the tensor
+        if not extremes.isfinite().all():  # the minimum and maximum of values with NaN are NaN
+            extremes = values[values.isfinite()]
+        if (extremes.abs() > torch.finfo(torch.float16).max).any():
             raise ConfigError(
                 f"{name} has values that are not finite in torch.float16, its dtype here (torch_dtype)\n"
                 "set torch_dtype='bf16', or"
@@ -154,31 +163,34 @@ def require_range(named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def storage_of(config: Any) -> torch.dtype:
-    """Return the dtype that holds 4-bit weights; Accelerate has no field for it."""
+    """Return the dtype of the tensor with 4-bit weights; Accelerate's config has no such field."""
     dtype: torch.dtype = getattr(config, "bnb_4bit_quant_storage", torch.uint8)
     return dtype
 
 
 def _in_8bit(weight: Tensor, config: Any) -> tuple[nn.Parameter, Tensor]:
-    found = [
+    pieces = [
         bnb.functional.int8_vectorwise_quant(rows.to(config.torch_dtype).to(torch.float16))
-        for rows in weight.split(_together(weight, weight.shape[1]))
+        for rows in weight.split(_split_size(weight, weight.shape[1]))
     ]
-    values, scales = (torch.cat([each[number] for each in found]) for number in (0, 1))
-    made: nn.Parameter = bnb.nn.Int8Params(values, requires_grad=False, has_fp16_weights=False, SCB=scales)
-    return made, scales
+    values, scales = (torch.cat([piece[number] for piece in pieces]) for number in (0, 1))
+    quantised: nn.Parameter = bnb.nn.Int8Params(
+        values, requires_grad=False, has_fp16_weights=False, SCB=scales
+    )
+    return quantised, scales
 
 
 def _in_4bit(weight: Tensor, config: Any) -> tuple[nn.Parameter, Tensor]:
     nested, storage = config.bnb_4bit_use_double_quant, storage_of(config)
-    values, state = _packed(weight.contiguous().view(-1), config)
+    values, state = _pack(weight.contiguous().view(-1), config)
     state.shape = weight.shape
     if nested:
+        # The scales of all pieces are quantised together, as bitsandbytes does for a whole weight.
         state.offset, state.nested = state.absmax.mean(), True
         state.absmax, state.state2 = bnb.functional.quantize_blockwise(
             state.absmax - state.offset, blocksize=256
         )
-    made: nn.Parameter = bnb.nn.Params4bit(
+    quantised: nn.Parameter = bnb.nn.Params4bit(
         values,
         requires_grad=False,
         quant_state=state,
@@ -187,27 +199,27 @@ def _in_4bit(weight: Tensor, config: Any) -> tuple[nn.Parameter, Tensor]:
         quant_storage=storage,
         bnb_quantized=True,
     )
-    return made, state.state2.absmax if nested else state.absmax
+    return quantised, state.state2.absmax if nested else state.absmax
 
 
-def _packed(weight: Tensor, config: Any) -> tuple[Tensor, Any]:
-    """Return a flat weight in 4 bits, and its state with scales that are not nested."""
-    found = [
+def _pack(weight: Tensor, config: Any) -> tuple[Tensor, Any]:
+    """Return a flat weight in 4 bits, and its state with scales that are not quantised."""
+    pieces = [
         bnb.functional.quantize_4bit(
             piece.to(config.torch_dtype),
             quant_type=config.bnb_4bit_quant_type,
             quant_storage=storage_of(config),
         )
-        for piece in weight.split(_together(weight, 1))
+        for piece in weight.split(_split_size(weight, 1))
     ]
-    state = found[0][1]
-    state.absmax = torch.cat([each.absmax for _, each in found])
-    return torch.cat([packed for packed, _ in found]), state
+    state = pieces[0][1]
+    state.absmax = torch.cat([each.absmax for _, each in pieces])
+    return torch.cat([packed for packed, _ in pieces]), state
 
 
-def _together(weight: Tensor, size: int) -> int:
-    """Return how many parts of a size are quantised together.
+def _split_size(weight: Tensor, size: int) -> int:
+    """Return the number of rows, each of `size` elements, to quantise in one call.
 
-    On the CPU the temporaries are several times what is quantised.
+    On the CPU bitsandbytes needs temporaries of several times the size of its input.
     """
     return max(1, (PIECE if weight.device.type == "cpu" else weight.numel()) // max(1, size))

@@ -1,4 +1,4 @@
-"""Quantised models in a run: checkpoints hold all of them, none is trained."""
+"""Extension `bitsandbytes`: quantised weights are saved completely and are not trained."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["BitsAndBytes"]
 
 
 class BitsAndBytes:
-    """Extension `bitsandbytes`."""
+    """Extension `bitsandbytes`, which adopts quantised layers and refuses to train them."""
 
     below: Any
 
@@ -37,7 +37,7 @@ class BitsAndBytes:
             f"an optimizer has {names[0]} of the {type(model).__name__}"
             + (f" and {len(names) - 1} more" if len(names) > 1 else "")
             + ", quantised weights, which have no gradients\n"
-            "give it the parameters that require gradients:"
+            "pass it the parameters that require gradients:"
             " [p for p in model.parameters() if p.requires_grad]"
             for model in (*unit.models, *models)
             if (names := [name for name, weight in _quantised(model) if id(weight) in trained])
@@ -53,9 +53,11 @@ class BitsAndBytes:
     def describe(self, unit: Unit) -> Sequence[str]:
         lines = []
         for model in unit.models:
-            told = [choice for each in model.modules() if (choice := vars(each).get("bitsandbytes_choice"))]
-            lines += [line for choice in told for line in choice.lines()]
-            if not told and (names := [name for name, _ in _quantised(model)]):
+            choices = [
+                choice for each in model.modules() if (choice := vars(each).get("bitsandbytes_choice"))
+            ]
+            lines += [line for choice in choices for line in choice.lines()]
+            if not choices and (names := [name for name, _ in _quantised(model)]):
                 lines.append(f"by bitsandbytes, quantised before: {', '.join(names)}")
         return lines
 

@@ -1,4 +1,4 @@
-"""Models loaded quantised: each block is read, quantised, and placed."""
+"""Loading of quantised models: each block is read, quantised and placed before the next block is read."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch import nn
 from accel_big_models import dispatch, load, open_checkpoint, unchanged_on_error, undo
 from accel_bitsandbytes.choosing import Choice, choose
 from accel_bitsandbytes.config import require_dtype
-from accel_bitsandbytes.converting import cast, exceeds_float16, quantise, require_range, shell
+from accel_bitsandbytes.converting import cast, exceeds_float16, match_checkpoint, quantise, require_range
 from accel_bitsandbytes.layers import Quantised
-from accel_bitsandbytes.parking import park
-from accel_bitsandbytes.planning import HOST, DeviceMap, planned
-from accel_bitsandbytes.prequantised import parts_of, quantised_names
+from accel_bitsandbytes.mapping import map_weight
+from accel_bitsandbytes.planning import HOST, DeviceMap, make_plan
+from accel_bitsandbytes.prequantised import choose_prequantised, quantised_names
 from accel_core import ConfigError, get_logger
 
 if TYPE_CHECKING:
@@ -41,33 +41,33 @@ def load_and_quantize_model(
     offload_folder: str | os.PathLike[str] | None = None,
     offload_state_dict: bool = False,  # weights are never in host memory all at once
 ) -> nn.Module:
-    """Load a model with its linear layers quantised, or quantise one that is loaded.
+    """Load a model with quantised linear layers, or quantise the linear layers of a loaded model.
 
-    Blocks are read, quantised and placed one by one: the peak is the result, a block and a piece of it.
-    Layers change in place, so that ties, hooks, training mode and names stay. Quantised weights are frozen,
-    other parameters keep their `requires_grad`, and are in `torch_dtype`. `report(model)` says what was
-    quantised. An error leaves the model as it was; one without `weights_location` may have some layers
-    quantised by then.
+    Blocks are read, quantised and placed one by one, so the peak of memory is the result, one block and a
+    piece of the block. Layers change in place: ties, hooks, training mode and names stay. Quantised weights
+    are frozen. Other parameters keep `requires_grad` and are cast to `torch_dtype`. `report(model)` lists the
+    quantised layers. If an error is raised, the model is not changed; without `weights_location` some layers
+    may already be quantised.
 
     Args:
         model: on the meta device, as `accel_big_models.empty_weights` makes it, or with weights.
-        bnb_quantization_config: a `BnbQuantizationConfig`; Accelerate's does too. It is not changed.
-        weights_location: a checkpoint as `accel_big_models.load` reads it, which may be quantised already. A
-            model with weights needs none.
-        device_map: name of module, "" the model, -> device, "cpu" or "disk"; or "auto", which fills devices
-            in order. None: the current accelerator, or the CPU without one.
-        no_split_module_classes: names of classes whose modules stay whole.
-        max_memory: with "auto": place -> bytes it may hold.
-        offload_folder: for what goes to disk; None: a temporary one.
-        offload_state_dict: means nothing here.
+        bnb_quantization_config: a `BnbQuantizationConfig`, or an object of Accelerate's class; not changed.
+        weights_location: a checkpoint for `accel_big_models.load`, which may already be quantised. None for a
+            model with weights.
+        device_map: name of module ("" for the model) -> device, "cpu" or "disk"; or "auto", which fills
+            devices in order. None: the current accelerator, or the CPU without one.
+        no_split_module_classes: names of classes whose modules are placed as a whole.
+        max_memory: with "auto": place -> maximum number of bytes.
+        offload_folder: folder for parts on disk; None: a temporary folder.
+        offload_state_dict: has no effect; the parameter exists for programs that pass it to Accelerate.
 
     Returns:
         The model.
 
     Raises:
-        ConfigError: no layer would be quantised, bitsandbytes computes nothing on a device of the map,
-            there are no weights, or float16 cannot hold a value.
-        CheckpointError: a file is damaged, or is of another model.
+        ConfigError: no layer would be quantised, bitsandbytes does not support a device of the map, there are
+            no weights, or float16 cannot represent a value.
+        CheckpointError: a file is damaged or of another model.
     """
     config = bnb_quantization_config
     require_dtype(config)
@@ -79,39 +79,43 @@ def load_and_quantize_model(
         )
     sources = {} if weights_location is None else open_checkpoint(weights_location)
     choice = choose(model, config)
-    if found := quantised_names(sources):
-        choice = parts_of(choice, model, config, found)
-    made = planned(model, config, choice, device_map, no_split_module_classes, max_memory)
-    resident = _resident(made)
+    # A checkpoint that is already quantised decides which layers are quantised.
+    if prequantised := quantised_names(sources):
+        choice = choose_prequantised(choice, model, config, prequantised)
+    plan = make_plan(model, config, choice, device_map, no_split_module_classes, max_memory)
+    resident = _without_offloading(plan)
     if offload_folder is not None:
         Path(offload_folder).mkdir(parents=True, exist_ok=True)
-    whole = nullcontext() if weights_location is None else unchanged_on_error(model)
-    with whole, TemporaryDirectory(prefix="accel-bitsandbytes-", dir=offload_folder) as folder:
+    restored = nullcontext() if weights_location is None else unchanged_on_error(model)
+    with restored, TemporaryDirectory(prefix="accel-bitsandbytes-", dir=offload_folder) as folder:
         cast(model, config, choice)
         _require_range(model, choice, sources)
-        if found:
+        if prequantised:
             for name, layer in choice.chosen.items():
-                shell(layer, config, {key: sources[f"{name}.{key}"] for key in found[name]})
-            load(model, weights_location, made)  # type: ignore[arg-type]
+                match_checkpoint(layer, config, {key: sources[f"{name}.{key}"] for key in prequantised[name]})
+            load(model, weights_location, plan)  # type: ignore[arg-type]
         elif weights_location is not None:
-            load(model, weights_location, resident, convert=_converter(choice, config, made, folder))
+            # In `resident` offloaded parts stay on the CPU, so that blocks for the CPU or the disk are
+            # quantised on the CPU. `dispatch` below offloads them.
+            load(model, weights_location, resident, convert=_converter(choice, config, plan, folder))
         else:
             for name, layer in choice.chosen.items():
                 quantise(name, layer, config, _device(resident, name))
-        if not found:
+        if not prequantised:
             undo(model)
-            dispatch(model, made, folder=offload_folder)
+            dispatch(model, plan, folder=offload_folder)
     for module in model.modules():
         if isinstance(module, Quantised):
             module.link()
-    if len(made.used) == 1 and "disk" not in made.used:
-        undo(model)  # which leaves all weights where they are
-    _note(model, config, choice, made)
+    # A model on one device needs no hooks that move weights. `undo` removes them and moves nothing.
+    if len(plan.used) == 1 and "disk" not in plan.used:
+        undo(model)
+    _set_attributes(model, config, choice, plan)
     return model
 
 
-def _converter(choice: Choice, config: Any, made: Plan, folder: str) -> Callable[[str, nn.Module], nn.Module]:
-    """Return a function that quantises one block of the model."""
+def _converter(choice: Choice, config: Any, plan: Plan, folder: str) -> Callable[[str, nn.Module], nn.Module]:
+    """Return a function that quantises the chosen layers of one block: (name, block) -> block."""
     names = {layer: name for name, layer in choice.chosen.items()}
 
     def convert(_: str, block: nn.Module) -> nn.Module:
@@ -119,28 +123,29 @@ def _converter(choice: Choice, config: Any, made: Plan, folder: str) -> Callable
             name = names.get(module)  # type: ignore[call-overload]
             if name is not None:
                 quantise(name, module, config, module.weight.device)  # type: ignore[arg-type]
-                if made.place_of(f"{name}.weight") == "disk":
-                    park(module, folder)
+                # A weight for the disk leaves host memory at once, not only when `dispatch` runs at the end.
+                if plan.place_of(f"{name}.weight") == "disk":
+                    map_weight(module, folder)
         return block
 
     return convert
 
 
-def _resident(made: Plan) -> Plan:
-    """Return the plan in which parts that come and go are on the CPU for good."""
-    places = tuple(evolve(part, place="cpu") if part.place in HOST else part for part in made.places)
-    return evolve(made, places=places, device=torch.device("cpu"))
+def _without_offloading(plan: Plan) -> Plan:
+    """Return a plan in which offloaded parts stay on the CPU."""
+    places = tuple(evolve(part, place="cpu") if part.place in HOST else part for part in plan.places)
+    return evolve(plan, places=places, device=torch.device("cpu"))
 
 
 def _require_range(model: nn.Module, choice: Choice, sources: Mapping[str, Any]) -> None:
-    """Raise ConfigError if float16 cannot hold a checkpoint's other weights."""
+    """Raise ConfigError if float16 cannot represent the checkpoint's weights that are not quantised."""
     packed = {layer.weight for layer in choice.chosen.values()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         source = sources.get(name)
         if source is None or parameter.dtype is not torch.float16 or parameter in packed:
             continue
-        if not exceeds_float16(source.dtype):
-            continue  # and need not be read
+        if not exceeds_float16(source.dtype):  # the weight need not be read
+            continue
         values = source.tensor()
         if values is None:
             values = torch.empty(source.shape, dtype=source.dtype)
@@ -152,11 +157,11 @@ def _device(resident: Plan, name: str) -> torch.device:
     return torch.device(resident.place_of(f"{name}.weight"))
 
 
-def _note(model: Any, config: Any, choice: Choice, made: Plan) -> None:
-    """Leave the attributes that libraries look at, and our own for `report`."""
+def _set_attributes(model: Any, config: Any, choice: Choice, plan: Plan) -> None:
+    """Set the attributes that other libraries read, and the attribute for `report`."""
     model.is_loaded_in_8bit, model.is_loaded_in_4bit = config.load_in_8bit, config.load_in_4bit
     model.bitsandbytes_choice = choice
-    model.hf_device_map = made.device_map
+    model.hf_device_map = plan.device_map
     for name, why in choice.skipped.items():
         if why.startswith("named in the config"):
             _logger.warning("%s: %s", name, why)

@@ -1,4 +1,4 @@
-"""The object that asks for the extension in Python."""
+"""The object that selects the extension in Python."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ __all__ = ["BitsAndBytesPlugin"]
 
 @frozen(kw_only=True)
 class BitsAndBytesPlugin(KwargsHandler):
-    """Asks for extension `bitsandbytes`, which has no options."""
+    """Select extension `bitsandbytes`, which has no options."""

@@ -1,4 +1,4 @@
-"""Places of a quantised model, by the sizes that its weights will have."""
+"""Plan of the devices of a model, from the sizes of its quantised weights."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import nn
 
 from accel_big_models import plan, plan_from_map
 from accel_bitsandbytes.choosing import Choice, choose
-from accel_bitsandbytes.converting import cast, outline
+from accel_bitsandbytes.converting import cast, quantise_on_meta
 from accel_core import ConfigError
 
 if TYPE_CHECKING:
     from accel_big_models import Plan
 
-__all__ = ["HOST", "DeviceMap", "planned", "quantised_outline", "usual_device"]
+__all__ = ["HOST", "DeviceMap", "make_plan", "quantised_outline", "usual_device"]
 
 HOST: Final = ("cpu", "disk")
 WORDS: Final = ("auto", "sequential")
@@ -27,7 +27,7 @@ DeviceMap = Mapping[str, str | int | torch.device]
 """Name of a module -> its place."""
 
 
-def planned(
+def make_plan(
     model: nn.Module,
     config: Any,
     choice: Choice,
@@ -35,42 +35,48 @@ def planned(
     whole: Sequence[str] | None,
     memory: Any,
 ) -> Plan:
-    """Plan by the sizes that the weights will have."""
-    small = _outline(model, config, choice)
+    """Return the plan of devices for a model, from the sizes of its quantised weights."""
+    outline = _outline(model, config, choice)
     if isinstance(device_map, str) and device_map not in WORDS:
         raise ConfigError(
-            f"device_map is {device_map!r}\n"
-            f"give one of {', '.join(WORDS)}, or a mapping; accel-compat serves Accelerate's other words"
+            f"device_map must be one of {', '.join(WORDS)} or a mapping, got {device_map!r}\n"
+            "use one of these words; accel-compat supports Accelerate's other words"
         )
     if isinstance(device_map, str):
-        made = plan(small, memory, whole=whole)
+        result = plan(outline, memory, whole=whole)
     elif device_map is not None and not isinstance(device_map, Mapping):
-        raise ConfigError(f"device_map is {device_map!r}\nfor the whole model in one place, {{'': place}}")
+        raise ConfigError(
+            f"device_map must be a word or a mapping, got {device_map!r}\n"
+            f"to place the whole model on one device, use {{'': {device_map!r}}}"
+        )
     else:
-        made = plan_from_map(small, {"": usual_device()} if device_map is None else device_map, whole=whole)
-    for place in {str(made.device), *made.used} - {"disk"}:
+        result = plan_from_map(
+            outline, {"": usual_device()} if device_map is None else device_map, whole=whole
+        )
+    for place in {str(result.device), *result.used} - {"disk"}:
         kind = torch.device(place).type
         if kind not in bnb.supported_torch_devices:
             raise ConfigError(
-                f"device_map: bitsandbytes {bnb.__version__} computes nothing on {kind}\n"
+                f"device_map: bitsandbytes {bnb.__version__} does not support {kind}\n"
                 f"place the model on one of {', '.join(sorted(bnb.supported_torch_devices))}"
             )
-    return made
+    return result
 
 
 def _empty_copy(model: nn.Module) -> nn.Module:
     """Return a copy of the model on the meta device, with its ties."""
-    known: dict[int, Any] = {}
+    # deepcopy takes objects from its memo instead of copying them, so no tensor is copied.
+    memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         empty = torch.empty_like(tensor.detach(), device="meta")
-        known[id(tensor)] = (
+        memo[id(tensor)] = (
             nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
         )
-    return copy.deepcopy(model, known)
+    return copy.deepcopy(model, memo)
 
 
 def usual_device() -> torch.device:
-    """Return the current accelerator, or the CPU where bitsandbytes has none."""
+    """Return the current accelerator, or the CPU if bitsandbytes does not support the accelerator."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None or kind.type not in bnb.supported_torch_devices:
         return torch.device("cpu")
@@ -78,13 +84,13 @@ def usual_device() -> torch.device:
 
 
 def quantised_outline(model: nn.Module, config: Any) -> nn.Module:
-    """Return a copy on the meta device, of the size of the quantised model."""
+    """Return a copy of the model on the meta device with the sizes of the quantised model."""
     return _outline(model, config, choose(model, config))
 
 
 def _outline(model: nn.Module, config: Any, choice: Choice) -> nn.Module:
-    small = _empty_copy(model)
-    cast(small, config, choice)
+    outline = _empty_copy(model)
+    cast(outline, config, choice)
     for name in choice.chosen:
-        outline(small.get_submodule(name), config)  # type: ignore[arg-type]
-    return small
+        quantise_on_meta(outline.get_submodule(name), config)  # type: ignore[arg-type]
+    return outline

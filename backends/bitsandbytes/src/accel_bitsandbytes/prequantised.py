@@ -1,4 +1,4 @@
-"""Checkpoints whose layers are quantised already, by bitsandbytes' own keys."""
+"""Checkpoints whose layers are already quantised, under bitsandbytes' keys."""
 
 from __future__ import annotations
 
@@ -12,43 +12,47 @@ from accel_bitsandbytes.choosing import Choice
 from accel_bitsandbytes.layers import is_layout
 from accel_core import ConfigError
 
-__all__ = ["parts_of", "quantised_names"]
+__all__ = ["choose_prequantised", "quantised_names"]
 
 _NESTED = "weight.nested_absmax"
 
 
 def quantised_names(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return quantised layer of a checkpoint -> the names of its tensors in it."""
+    """Return the quantised layers of a checkpoint: name -> names of its tensors, relative to the layer."""
     names = list(names)
     layers = [name.removesuffix(".SCB") for name in names if name.endswith(".SCB")]
     layers += [name.partition(".weight.quant_state.")[0] for name in names if is_layout(name)]
-    found: dict[str, list[str]] = {layer: [] for layer in layers}
+    tensors: dict[str, list[str]] = {layer: [] for layer in layers}
     for name in names:
+        # A tensor's name has further dots after the layer's name, so each prefix is tried.
         for end, letter in enumerate(name):
-            if letter == "." and name[:end] in found:
-                found[name[:end]].append(name[end + 1 :])
-    return found
+            if letter == "." and name[:end] in tensors:
+                tensors[name[:end]].append(name[end + 1 :])
+    return tensors
 
 
-def parts_of(choice: Choice, model: nn.Module, config: Any, found: Mapping[str, list[str]]) -> Choice:
-    """Return the choice that the checkpoint has made.
+def choose_prequantised(
+    choice: Choice, model: nn.Module, config: Any, prequantised: Mapping[str, list[str]]
+) -> Choice:
+    """Return the choice of layers that are quantised in the checkpoint.
 
     Raises:
-        ConfigError: the checkpoint's layers are of another kind than the config's, or not linear layers.
+        ConfigError: the checkpoint's kind of quantisation differs from the config's, or a layer is not
+            linear.
     """
     linear = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
-    if odd := [name for name in found if name not in linear]:
+    if unknown := [name for name in prequantised if name not in linear]:
         raise ConfigError(
-            f"the checkpoint has {odd[0]} quantised, and the {type(model).__name__} has no such layer\n"
+            f"the checkpoint has a quantised {unknown[0]}, but the {type(model).__name__} has no such layer\n"
             "build the model that was saved"
         )
-    kind, wanted = _kind(next(iter(found.values()))), _wanted(config)
+    kind, wanted = _kind(next(iter(prequantised.values()))), _kind_of_config(config)
     if kind != wanted:
         raise ConfigError(
-            f"the checkpoint is quantised as {kind}, and the config asks for {wanted}\n"
-            "give the config that it was made with"
+            f"the checkpoint is quantised as {kind}, but the config says {wanted}\n"
+            "use the config with which the checkpoint was made"
         )
-    chosen = {name: linear[name] for name in found}
+    chosen = {name: linear[name] for name in prequantised}
     skipped = {name: why for name, why in choice.skipped.items() if name not in chosen}
     skipped |= {name: "not quantised in the checkpoint" for name in choice.chosen if name not in chosen}
     return evolve(choice, chosen=chosen, skipped=skipped)
@@ -61,7 +65,7 @@ def _kind(parts: Iterable[str]) -> str:
     return layout.rpartition("__")[2] + (" with scales quantised too" if _NESTED in parts else "")
 
 
-def _wanted(config: Any) -> str:
+def _kind_of_config(config: Any) -> str:
     if config.load_in_8bit:
         return "int8"
     nested = " with scales quantised too" if config.bnb_4bit_use_double_quant else ""

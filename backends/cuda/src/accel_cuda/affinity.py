@@ -1,4 +1,4 @@
-"""Pin a process to the CPUs nearest its GPU, as the kernel's PCI tree tells them."""
+"""Pin a process to the CPUs nearest its GPU, which the kernel lists in its PCI tree."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
     """Pin this process to the CPUs of the NUMA node of GPU `local_process_index`.
 
-    CPUs that the process may not use already (taskset, a container's limit) stay out. Where the
-    kernel does not tell the GPU's node, nothing changes.
+    CPUs that the process may not use (taskset, a container's limit) are left out. If the kernel does not know
+    the GPU's node, nothing changes.
 
     Args:
         local_process_index: the GPU's index among the visible ones.
@@ -49,10 +49,7 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
 
 
 def cpus_near(properties: Any) -> set[int]:
-    """Return the CPUs of the NUMA node of a GPU with these properties.
-
-    Empty where that is unknown.
-    """
+    """Return the CPUs of the NUMA node of a GPU with these properties; empty if it is unknown."""
     file = PCI_DEVICES / pci_address(properties) / "local_cpulist"
     return parse_cpu_list(file.read_text()) if file.exists() else set()
 

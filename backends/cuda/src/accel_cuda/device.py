@@ -1,7 +1,4 @@
-"""CUDA devices.
-
-The base layer runs them already; here is only what it cannot know.
-"""
+"""Device plugin `cuda`. Core's base layer runs the device; this module adds checks, switches and sensors."""
 
 from __future__ import annotations
 
@@ -30,15 +27,15 @@ logger = logging.getLogger(__name__)
 
 SWITCHES: Final = ("tf32", "cudnn_benchmark", "deterministic", "reduced_precision_reduction")
 FP8_OF_AMD: Final = ("gfx94", "gfx95", "gfx120")
-"""Chips of which torch tests fp8.
+"""AMD chips on which torch tests fp8.
 
-evaluate_platform_supports_fp8 in torch/testing/_internal/common_cuda.py.
+See evaluate_platform_supports_fp8 in torch/testing/_internal/common_cuda.py.
 """
 _live: WeakSet[CudaDevice] = WeakSet()
 
 
 def verify() -> str | None:
-    """None if torch can really compute on a GPU here, else why not."""
+    """Return the reason why torch cannot compute on the GPU of this process; None if it can."""
     if not torch.cuda.is_available():
         return (
             f"torch {torch.__version__} finds no usable GPU (driver {machine.driver_version()});"
@@ -48,7 +45,7 @@ def verify() -> str | None:
         return _verify_amd()
     major, minor = torch.cuda.get_device_capability()
     built_for = [arch for arch in torch.cuda.get_arch_list() if arch.startswith(("sm_", "compute_"))]
-    if built_for and not any(_runs(arch, major, minor) for arch in built_for):
+    if built_for and not any(_can_run(arch, major, minor) for arch in built_for):
         return f"this torch was built for {', '.join(built_for)}, the GPU is an sm_{major}{minor}"
     return None
 
@@ -61,15 +58,15 @@ def _verify_amd() -> str | None:
 
 
 def _gfx(device: torch.device | int = 0) -> str:
-    """Return the name of an AMD chip: gfx90a of gfx90a:sramecc+:xnack-."""
+    """Return the name of an AMD chip without its features: gfx90a for gfx90a:sramecc+:xnack-."""
     return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
 
 
-def _runs(architecture: str, major: int, minor: int) -> bool:
-    # Code for sm_XY runs on every chip of generation X that is at least X.Y; for compute_XY, which the driver
-    # compiles, on later generations too.
+def _can_run(architecture: str, major: int, minor: int) -> bool:
+    # Code for sm_XY runs on every chip of generation X from X.Y on. The driver compiles code for compute_XY,
+    # so later generations run it too; compute_90a, with its letter, is for one chip.
     built, chip = divmod(int("".join(filter(str.isdigit, architecture))), 10), (major, minor)
-    portable = architecture.startswith("compute_") and architecture[-1].isdigit()  # compute_90a is for one
+    portable = architecture.startswith("compute_") and architecture[-1].isdigit()
     return built <= chip and (built[0] == major or portable)
 
 
@@ -96,8 +93,8 @@ class CudaDevice:
 
     @implements(hooks.refuse)
     def refuse(self, config: RunConfig) -> Sequence[str]:
-        reasons = [*machine.contradicted(self.config)]
-        # True of a torch with RCCL too, under the same name.
+        reasons = [*machine.conflicts(self.config)]
+        # is_nccl_available() is also True of a torch with RCCL.
         if self.run.world.size > 1 and not (config.process_group.backend or dist.is_nccl_available()):
             reasons.append(
                 f"torch {torch.__version__} was built without NCCL, which carries tensors between GPUs\n"
@@ -107,13 +104,13 @@ class CudaDevice:
 
     @implements(hooks.capabilities)
     def capabilities(self, device: torch.device) -> frozenset[str]:
-        able: frozenset[str] = self.below.capabilities(device)
+        capabilities: frozenset[str] = self.below.capabilities(device)
         if torch.version.hip:
-            return able if _gfx(device).startswith(FP8_OF_AMD) else able - {"fp8"}
+            return capabilities if _gfx(device).startswith(FP8_OF_AMD) else capabilities - {"fp8"}
         chip = torch.cuda.get_device_capability(device)
         # Older chips only emulate bf16, slower than fp32.
-        since = {"bf16": (8, 0), "fp8": (8, 9)}
-        return able - {word for word, first in since.items() if chip < first}
+        first_chips = {"bf16": (8, 0), "fp8": (8, 9)}
+        return capabilities - {word for word, first in first_chips.items() if chip < first}
 
     @implements("monitor.device_specs")
     def device_specs(self, device: torch.device) -> Mapping[str, Any]:
@@ -121,10 +118,11 @@ class CudaDevice:
         chip = find_chip(about.name, about.total_memory, about.multi_processor_count)
         if chip is None:
             return {}
-        found = specs(chip, _uses_tf32())
-        if torch.backends.cuda.matmul.allow_fp16_accumulation:  # then some chips exceed the figure
-            found["flops"].pop("float16", None)
-        return found
+        peaks = specs(chip, _uses_tf32())
+        # With this switch some chips exceed their figure, which is for products that accumulate in float32.
+        if torch.backends.cuda.matmul.allow_fp16_accumulation:
+            peaks["flops"].pop("float16", None)
+        return peaks
 
     @implements("monitor.device_health")
     def device_health(self, device: torch.device) -> Mapping[str, Any]:
@@ -138,40 +136,42 @@ class CudaDevice:
         late = [name for name in (machine.ALLOCATOR, machine.WORKSPACE) if name in self.run.environment]
         if late:
             logger.warning(
-                "%s came too late if CUDA libraries have read it: the GPU was used before the Accelerator was"
-                " made; make it first, or start by accel launch",
+                "%s was set too late if CUDA libraries have read it: the GPU was used before the Accelerator"
+                " was made; make the Accelerator first, or start by accel launch",
                 " and ".join(late),
             )
 
     def _claim_switches(self) -> None:
         for other in _live:
             for name in SWITCHES:
-                ours, theirs = getattr(self.config, name), getattr(other.config, name)
-                if None not in (ours, theirs) and ours != theirs:
+                value, other_value = getattr(self.config, name), getattr(other.config, name)
+                if None not in (value, other_value) and value != other_value:
                     raise ConfigError(
-                        f"cuda.{name}: {ours} here, {theirs} in another run of this process, which has one"
-                        " such switch\nuse one value, or end the other run first (end_training)"
+                        f"cuda.{name} is {value} in this run and {other_value} in another run of this"
+                        " process, and the switch belongs to the process\n"
+                        "use one value, or end the other run first (end_training)"
                     )
         _live.add(self)
 
 
 def _uses_tf32() -> bool | None:
-    """Return True if float32 products and convolutions use TF32; None if one does."""
+    """Return True if float32 products and convolutions use TF32, False if neither does, None otherwise."""
     try:
         products, convolutions = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    except RuntimeError:  # set by torch's newer names, in a way that the older ones cannot tell
+    except RuntimeError:  # a script used torch's newer names, and then reading the older names raises
         return None
     return bool(products) if products == convolutions else None
 
 
 def _set_switches(config: CudaConfig) -> None:
-    # Not torch's newer `fp32_precision`: once that is used, reading the older names raises, and much
-    # code reads them. These set both, but for the one below.
+    # torch's newer `fp32_precision` is not used: after that, reading the older names raises, and much code
+    # reads them. The older names set the newer ones too, with one exception below.
     cudnn = torch.backends.cudnn
     if config.tf32 is not None:
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
         cudnn.allow_tf32 = config.tf32
-        if not config.tf32:  # else a script's torch.backends.fp32_precision = "tf32" holds for convolutions
+        if not config.tf32:
+            # Without this, a script's torch.backends.fp32_precision = "tf32" still holds for convolutions.
             parts: list[Any] = [getattr(cudnn, name, None) for name in ("conv", "rnn")]
             for part in parts:
                 if hasattr(part, "fp32_precision"):  # torch 2.9 and later

@@ -1,4 +1,4 @@
-"""A GPU's sensors, read in a thread: a sick driver may never answer."""
+"""Sensors of a GPU, read in a thread because a broken driver may never answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Health", "library"]
 WAIT: Final = 0.005
 """Seconds that training waits for an answer."""
 OPENING: Final = 60.0
-"""Seconds that opening the library may take without a word."""
+"""Seconds that opening the library may take before a warning."""
 REASONS: Final = {
     # bit of nvmlDeviceGetCurrentClocksEventReasons -> name in nvidia-smi --query-gpu=clocks_event_reasons.*
     0x2: "applications_clocks_setting",
@@ -39,8 +39,8 @@ Sensors = Mapping[str, Callable[[], Any]]
 class Health:
     """Read the sensors of one GPU in a thread, for the hook `monitor.device_health`.
 
-    A sensor that the GPU lacks is left out. One that fails, and an answer that comes late, are left out with
-    one warning; training goes on.
+    Sensors that the GPU lacks are left out. Sensors that fail or answer too late are left out with one
+    warning, and training goes on.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,57 +48,59 @@ class Health:
         self._sensors: Sensors | None = None
         """None until the library is open."""
         self._thread: Thread | None = None
-        self._asked = 0.0
-        self._troubles: list[str] = []
-        self._warned = False
+        self._start = 0.0
+        self._problems: list[str] = []
+        self._has_warned = False
 
     def read(self) -> Mapping[str, Any]:
-        """Return what the sensors tell now; empty if they do not within WAIT."""
+        """Return the current values of the sensors; empty if the driver does not answer within WAIT."""
         if self._thread is not None and self._thread.is_alive():
-            if time.monotonic() - self._asked > OPENING:
-                self._troubles.append(f"its driver did not answer in {OPENING:g} s")
+            # The thread of an earlier call still waits. Another thread per call would pile up threads.
+            if time.monotonic() - self._start > OPENING:
+                self._problems.append(f"its driver did not answer in {OPENING:g} s")
                 self._warn()
-            return {}  # of the question before: asking again would pile up threads
-        found: dict[str, Any] = {}
-        is_open, self._asked = self._sensors is not None, time.monotonic()
-        self._thread = Thread(target=self._ask, args=(found,), daemon=True)
+            return {}
+        values: dict[str, Any] = {}
+        is_open, self._start = self._sensors is not None, time.monotonic()
+        self._thread = Thread(target=self._read_sensors, args=(values,), daemon=True)
         self._thread.start()
         self._thread.join(WAIT)
         is_late = self._thread.is_alive()
-        if is_late and is_open:  # opening the library takes long on any machine
-            self._troubles.append(f"its driver did not answer in {WAIT:g} s")
+        if is_late and is_open:  # opening the library takes longer than WAIT on any machine
+            self._problems.append(f"its driver did not answer in {WAIT:g} s")
         self._warn()
-        return {} if is_late else found
+        return {} if is_late else values
 
     def _warn(self) -> None:
-        if self._troubles and not self._warned:
-            self._warned = True
+        if self._problems and not self._has_warned:
+            self._has_warned = True
             warnings.warn(
-                f"{self._device}: the run's record lacks what the sensors tell, {self._troubles[0]};"
+                f"{self._device}: the run's record lacks values of the GPU's sensors, {self._problems[0]};"
                 " training goes on\nnvidia-smi, or amd-smi, says whether the driver answers",
                 stacklevel=3,
             )
 
-    def _ask(self, found: dict[str, Any]) -> None:
+    def _read_sensors(self, values: dict[str, Any]) -> None:
+        # Drivers raise errors of any class. Training must go on, so each becomes a part of the warning.
         try:
             if self._sensors is None:
                 self._sensors = _amd(self._device) if torch.version.hip else _nvidia(self._device)
-        except Exception as error:  # of a driver, in a thread
+        except Exception as error:  # see above
             self._sensors = {}
-            self._troubles.append(f"{type(error).__name__}: {error}")
+            self._problems.append(f"{type(error).__name__}: {error}")
         for name, sensor in self._sensors.items():
             try:
                 value = sensor()
-            except Exception as error:  # of a driver, in a thread
-                if not _is_lacking(error):
-                    self._troubles.append(f"{name}: {type(error).__name__}: {error}")
+            except Exception as error:  # see above
+                if not _is_unsupported(error):
+                    self._problems.append(f"{name}: {type(error).__name__}: {error}")
             else:
                 if value is not None:
-                    found[name] = value
+                    values[name] = value
 
 
 def library() -> str:
-    """Return the library of NVIDIA's sensors for `accel env`."""
+    """Return the version of the library that reads NVIDIA's sensors, for `accel env`."""
     try:
         return f"nvidia-ml-py {metadata.version('nvidia-ml-py')}"
     except metadata.PackageNotFoundError:
@@ -108,9 +110,9 @@ def library() -> str:
 def _nvidia(device: torch.device) -> Sensors:
     """Return the sensors that NVML reads.
 
-    Not by torch.cuda.temperature and its like, which have neither throttling nor ECC, and open NVML anew in
-    each call. The address leads to the GPU whatever CUDA_VISIBLE_DEVICES says, and from a MIG slice to the
-    whole GPU.
+    torch.cuda.temperature and similar functions are not used: they have neither throttling nor ECC errors,
+    and open NVML in each call. The PCI address identifies the GPU under any CUDA_VISIBLE_DEVICES; for a MIG
+    slice it identifies the whole GPU.
     """
     if find_spec("pynvml") is None:
         return {}
@@ -118,7 +120,7 @@ def _nvidia(device: torch.device) -> Sensors:
 
     try:
         nvml.nvmlInit()
-    except nvml.NVMLError_LibraryNotFound:  # of no driver: the GPU is simulated, or a container hides it
+    except nvml.NVMLError_LibraryNotFound:  # the GPU is simulated, or a container hides the driver
         return {}
     gpu = nvml.nvmlDeviceGetHandleByPciBusId(pci_address(torch.cuda.get_device_properties(device)))
     uncorrected = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
@@ -143,14 +145,14 @@ def _amd(device: torch.device) -> Sensors:
     cuda = torch.cuda
     return {
         "temperature": partial(cuda.temperature, device),
-        # amdsmi's watts, whatever torch's documentation says. torch has 0 where amdsmi has N/A.
+        # Watts, although torch documents milliwatts for NVIDIA. torch returns 0 if amdsmi has no value.
         "power": lambda: cuda.power_draw(device) or None,
         "clock": lambda: cuda.clock_rate(device) or None,
         "busy": lambda: cuda.utilization(device) / 100,
     }
 
 
-def _is_lacking(error: Exception) -> bool:
-    """Return whether an error says that this GPU, or its driver, has no such sensor."""
-    of_amd = getattr(error, "err_code", None) in (2, 3)  # AMDSMI_STATUS_NOT_SUPPORTED, NOT_YET_IMPLEMENTED
-    return of_amd or type(error).__name__ in ("NVMLError_NotSupported", "NVMLError_FunctionNotFound")
+def _is_unsupported(error: Exception) -> bool:
+    """Return True if the error says that this GPU or its driver does not have the sensor."""
+    is_amd = getattr(error, "err_code", None) in (2, 3)  # AMDSMI_STATUS_NOT_SUPPORTED, NOT_YET_IMPLEMENTED
+    return is_amd or type(error).__name__ in ("NVMLError_NotSupported", "NVMLError_FunctionNotFound")

@@ -1,6 +1,6 @@
-"""The machine's GPUs, from files and the environment; no torch, no CUDA library.
+"""The machine's NVIDIA GPUs, read from files and the environment without torch or a CUDA library.
 
-Those of a torch for ROCm, which calls its devices `cuda` too, are in `rocm`.
+A torch for ROCm calls its devices `cuda` too; module `rocm` reads AMD's GPUs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from accel_cuda.config import CudaConfig
 
 __all__ = [
-    "contradicted",
+    "conflicts",
     "driver_version",
     "gpu_count",
     "lacks_peer_access",
@@ -34,20 +34,17 @@ __all__ = [
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 DETERMINISTIC = (":4096:8", ":16:8")
-"""Its values with which cuBLAS gives the same result each time.
-
-By the documentation of torch.use_deterministic_algorithms.
-"""
+"""Values with which cuBLAS gives the same result each time (see torch.use_deterministic_algorithms)."""
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
-"""The name that every torch since 2.8 reads, when it first allocates."""
-OF_ALLOCATOR = (ALLOCATOR, "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Of these torch reads the first that is set, alone."""
+"""Options of the allocator; every torch since 2.8 reads this variable at its first allocation."""
+ALLOCATOR_VARIABLES = (ALLOCATOR, "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""torch reads only the first of these variables that is set."""
 ROOT = Path("/")
 """Root of /proc and /dev; tests use a tree of their own."""
 
 
 def probe() -> str | None:
-    """None if a GPU can be expected here, else why not."""
+    """Return the reason why no GPU can be used here; None if one can be expected."""
     build = torch_build()
     if build is None:
         return "torch is not installed"
@@ -65,14 +62,11 @@ def probe() -> str | None:
 
 
 def torch_build() -> str | None:
-    """`cuda`, `hip` or `cpu`: what the installed torch was built for.
-
-    None if there is no torch.
-    """
+    """Return `cuda`, `hip` or `cpu`, for which the installed torch was built; None without torch."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None
-    # Wheels, conda packages and vendors' images number their builds differently; all write this.
+    # Wheels, conda packages and vendors' images differ in their version numbers; all have this file.
     text = Path(spec.origin).with_name("version.py").read_text()
     for build in ("cuda", "hip"):
         if re.search(rf"^{build}\b[^=]*= *['\"]", text, re.MULTILINE):
@@ -81,7 +75,7 @@ def torch_build() -> str | None:
 
 
 def driver_version() -> str | None:
-    """Version of the kernel module; "unknown" under WSL; None without a driver."""
+    """Return the version of the kernel module; "unknown" under WSL; None without a driver."""
     file = ROOT / "proc/driver/nvidia/version"
     if file.exists():
         found = re.search(r"\b\d+\.\d+(\.\d+)?\b", file.read_text())
@@ -92,12 +86,12 @@ def driver_version() -> str | None:
 def gpu_count() -> int:
     """Return the number of GPUs that a process of this environment sees."""
     visible = os.environ.get(VISIBLE)
-    # Under WSL no GPU has a node of its own; one is what such machines have.
-    there = len(list((ROOT / "dev").glob("nvidia[0-9]*"))) or int((ROOT / "dev/dxg").exists())
+    # Under WSL GPUs have no device files; such a machine is taken to have one GPU.
+    present = len(list((ROOT / "dev").glob("nvidia[0-9]*"))) or int((ROOT / "dev/dxg").exists())
     if visible is None:
-        return there
-    # By the rules of torch.cuda._parse_visible_devices: numbers, or names of one kind, up to the first that
-    # is none; one that comes twice hides all.
+        return present
+    # The rules are torch's (torch.cuda._parse_visible_devices): numbers, or names of one kind, up to the
+    # first invalid entry. A duplicate hides all GPUs.
     entries = visible.split(",")
     kind = next((kind for kind in ("GPU-", "MIG-") if visible.startswith(kind)), None)
     if kind is None:
@@ -108,15 +102,16 @@ def gpu_count() -> int:
     if len({*entries}) < len(entries):
         return 0
     if kind is None:
-        return len([*takewhile(lambda entry: int(entry) < there, entries)])
+        return len([*takewhile(lambda entry: int(entry) < present, entries)])
     # A process sees one MIG slice, however many are named (NVIDIA's MIG user guide, "CUDA Visible Devices").
-    return min(len(entries), 1 if kind == "MIG-" else there)
+    return min(len(entries), 1 if kind == "MIG-" else present)
 
 
 def lacks_peer_access() -> bool:
-    """Return True if the driver claims access between GPUs that they lack.
+    """Return True if the driver reports peer access between GPUs that do not have it.
 
-    Several GeForce RTX 40 before driver 550.40.07: NCCL hangs over P2P and InfiniBand (NVIDIA/nccl#1080).
+    Drivers before 550.40.07 do so for several GeForce RTX 40, and NCCL then hangs over P2P and InfiniBand
+    (NVIDIA/nccl#1080).
     """
     files = (ROOT / "proc/driver/nvidia/gpus").glob("*/information")
     models = [file.read_text() for file in files]
@@ -124,20 +119,21 @@ def lacks_peer_access() -> bool:
     return len(models) > 1 and any("RTX 40" in model for model in models) and [0] < parts < [550, 40, 7]
 
 
-def _records_nothing() -> bool:
-    """Return whether this torch's flight recorder is off by default, as before 2.11.
+def _is_recorder_off() -> bool:
+    """Return True if this torch's flight recorder is off by default, as before 2.11.
 
-    Later ones warn of the name that switches it on in all of them (getCvarInt in c10d's FlightRecorder.hpp).
+    The variable that turns it on is the same in all releases, but later releases warn about it (getCvarInt in
+    c10d's FlightRecorder.hpp), so it is set only if it is needed.
     """
     release = re.match(r"(\d+)\.(\d+)", metadata.version("torch"))
     return release is not None and (int(release[1]), int(release[2])) < (2, 11)
 
 
-def contradicted(options: CudaConfig) -> Iterator[str]:
-    """Yield why options do not hold: variables of the user say otherwise, and win."""
+def conflicts(options: CudaConfig) -> Iterator[str]:
+    """Yield an error for each option that a variable of the user's environment overrides."""
     if options.expandable_segments is not None:
         wanted = f"expandable_segments:{options.expandable_segments}"
-        for name in OF_ALLOCATOR:
+        for name in ALLOCATOR_VARIABLES:
             if wanted not in os.environ.get(name, wanted).replace(" ", ""):
                 yield (
                     f"cuda.expandable_segments is {options.expandable_segments}, but torch's allocator reads"
@@ -145,8 +141,8 @@ def contradicted(options: CudaConfig) -> Iterator[str]:
                 )
     if options.deterministic and os.environ.get(WORKSPACE, DETERMINISTIC[0]) not in DETERMINISTIC:
         yield (
-            f"cuda.deterministic is set, but with {WORKSPACE}={os.environ[WORKSPACE]!r} cuBLAS gives another"
-            f" result each time\nunset the variable, or set it to {' or '.join(DETERMINISTIC)}"
+            f"cuda.deterministic is set, but with {WORKSPACE}={os.environ[WORKSPACE]!r} results of cuBLAS"
+            f" vary\nunset the variable, or set it to {' or '.join(DETERMINISTIC)}"
         )
 
 
@@ -156,19 +152,20 @@ def visible_devices(config: RunConfig) -> int:
 
 
 def launch_environment(config: RunConfig, world: World) -> Mapping[str, str]:
-    """Return the variables that are read when the vendor's library is imported."""
+    """Return the variables that CUDA's libraries read when they are first used."""
     options, wanted = config.plugins.get("cuda"), dict[str, str]()
     if getattr(options, "deterministic", False):
-        wanted[WORKSPACE] = DETERMINISTIC[0]  # cuBLAS reads it when it is first used
+        wanted[WORKSPACE] = DETERMINISTIC[0]
     expandable = getattr(options, "expandable_segments", None)
     if expandable is not None:
-        # What the user has in another name has this option too (contradicted), and more.
-        theirs = (os.environ[name] for name in OF_ALLOCATOR if name in os.environ)
-        wanted[ALLOCATOR] = next(theirs, f"expandable_segments:{expandable}")
+        # The user's value under another name is copied, because torch reads only the first name. It contains
+        # this option (conflicts) and may contain others.
+        values = (os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ)
+        wanted[ALLOCATOR] = next(values, f"expandable_segments:{expandable}")
     if world.size > 1:
-        # What a collective was waiting for when it timed out: a file a rank (torch's flight recorder).
+        # torch's flight recorder: if a collective times out, each rank writes a file with its pending calls.
         wanted["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
-        if _records_nothing():
+        if _is_recorder_off():
             wanted["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "2000"
         if lacks_peer_access():
             wanted |= {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}

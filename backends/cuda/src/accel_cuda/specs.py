@@ -1,4 +1,4 @@
-"""Peaks of chips as their vendors state them, dense, each with its paper."""
+"""Peak performance of chips as stated by their vendors, without sparsity, each with its source."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ __all__ = ["CHIPS", "Chip", "find_chip", "specs"]
 
 
 class Chip(NamedTuple):
-    """A row: TFLOP/s of dense matrix products that add up in 32 bits or more.
+    """Peaks of a chip: TFLOP/s of dense matrix products that accumulate in 32 bits or more.
 
-    memory: GiB. bandwidth: GB/s. units: multiprocessors, where a part of the chip has its name too. None: not
-    stated.
+    Attributes:
+        source: the vendor's paper.
+        memory: GiB.
+        bandwidth: GB/s.
+        units: number of multiprocessors, for chips whose partitions have the same name.
+
+    None means that the vendor states no figure.
     """
 
     source: str
@@ -27,7 +32,7 @@ class Chip(NamedTuple):
     units: int | None = None
 
 
-# Papers of NVIDIA that state figures with sparsity only, as from Hopper on: the rows have half of these.
+# From Hopper on NVIDIA's papers state figures with sparsity only. The rows have half of these figures.
 _V100 = "NVIDIA V100 Tensor Core GPU data sheet"
 _V100S = "NVIDIA V100S PCIe data sheet"
 _T4 = "NVIDIA T4 Tensor Core GPU data sheet"
@@ -63,7 +68,7 @@ CHIPS: Final[Mapping[str, Chip]] = {
     "Tesla V100-PCIE-16GB": Chip(_V100, 16, 900, 7, 14, None, None, 112),
     "Tesla V100-PCIE-32GB": Chip(_V100, 32, 900, 7, 14, None, None, 112),
     "Tesla V100S-PCIE-32GB": Chip(_V100S, 32, 1134, 8.2, 16.4, None, None, 130),
-    # Its papers differ in the bandwidth.
+    # NVIDIA's papers disagree about the bandwidth.
     "Tesla T4": Chip(_T4, 16, None, None, 8.1, None, None, 65),
     "A100-SXM4-40GB": Chip(_A100, 40, 1555, 19.5, 19.5, 156, 312, 312),
     "A100-SXM4-80GB": Chip(_A100, 80, 2039, 19.5, 19.5, 156, 312, 312),
@@ -77,7 +82,7 @@ CHIPS: Final[Mapping[str, Chip]] = {
     "GeForce RTX 3080": Chip(_GA102, 10, 760, None, 29.8, 29.8, 59.5, 59.5),
     "GeForce RTX 3090": Chip(_GA102, 24, 936, None, 35.6, 35.6, 71, 71),
     "GeForce RTX 3090 Ti": Chip(_ADA, 24, 1008, None, 40, 40, 80, 80),
-    # GeForce from here on has two figures of float8, by how products add up: neither is here.
+    # From here on GeForce has two figures for float8, which depend on the accumulator; neither is listed.
     "GeForce RTX 4080": Chip(_ADA, 16, 716.8, None, 48.7, 48.7, 97.5, 97.5),
     "GeForce RTX 4090": Chip(_ADA, 24, 1008, None, 82.6, 82.6, 165.2, 165.2),
     "RTX 6000 Ada Generation": Chip(_ADA_PRO, 48, 960, None, 91.1, 182.1, 364.2, 364.2, 728.5),
@@ -96,7 +101,7 @@ CHIPS: Final[Mapping[str, Chip]] = {
     "GeForce RTX 5070 Ti": Chip(_BLACKWELL, 16, 896, None, 43.9, 43.9, 87.9, 87.9),
     "GeForce RTX 5080": Chip(_BLACKWELL, 16, 960, None, 56.3, 56.3, 112.6, 112.6),
     "GeForce RTX 5090": Chip(_BLACKWELL, 32, 1792, None, 104.8, 104.8, 209.5, 209.5),
-    # AMD: figures of the matrix cores. That of TF32 is left out: torch's switch alone does not turn it on.
+    # AMD: figures of the matrix cores. TF32 is left out, because torch's switch alone does not turn it on.
     "AMD Instinct MI210": Chip(_MI210, 64, 1638.4, 45.3, 45.3, None, 181, 181, None, 104),
     "AMD Instinct MI250X": Chip(_MI250X, 64, 1638.4, 47.85, 47.85, None, 191.5, 191.5, None, 110),
     "AMD Instinct MI300A": Chip(_MI300A, 128, 5300, 122.6, 122.6, None, 980.6, 980.6, 1961.2, 228),
@@ -108,12 +113,12 @@ CHIPS: Final[Mapping[str, Chip]] = {
 
 
 def find_chip(name: str, memory: int, units: int) -> Chip | None:
-    """Return the row of a chip by name, bytes of memory and multiprocessors.
+    """Return the row of a chip by its name, bytes of memory and multiprocessors; None if it has no row.
 
-    None for any other: variants of a chip, and parts of one, may share its name. Drivers keep up to a tenth
-    of the memory for themselves.
+    Memory and multiprocessors are compared because variants and partitions of a chip may share its name.
     """
     chip = CHIPS.get(name.removeprefix("NVIDIA "))
+    # Drivers reserve up to a tenth of the memory.
     if chip is None or chip.units not in (None, units) or not 0.88 < memory / 2**30 / chip.memory < 1.02:
         return None
     return chip
@@ -122,7 +127,10 @@ def find_chip(name: str, memory: int, units: int) -> Chip | None:
 def specs(chip: Chip, uses_tf32: bool | None) -> dict[str, Any]:
     """Return the row in the form of the hook `monitor.device_specs`.
 
-    uses_tf32: whether products of float32 matrices do. None: some do, so that float32 has no one figure.
+    Args:
+        chip: the row.
+        uses_tf32: True if products of float32 matrices use TF32. None if only some do: float32 then has no
+            single figure and is left out.
     """
     figures = {
         "float64": chip.float64,
@@ -131,12 +139,12 @@ def specs(chip: Chip, uses_tf32: bool | None) -> dict[str, Any]:
         "float16": chip.float16,
         "float8": chip.float8,
     }
-    found = {
+    peaks = {
         "flops": {dtype: round(figure * 1e12) for dtype, figure in figures.items() if figure is not None},
         "memory": chip.memory * 2**30,
         "source": chip.source,
     }
-    return found if chip.bandwidth is None else {**found, "bandwidth": round(chip.bandwidth * 1e9)}
+    return peaks if chip.bandwidth is None else {**peaks, "bandwidth": round(chip.bandwidth * 1e9)}
 
 
 def _float32(chip: Chip, uses_tf32: bool | None) -> float | None:

@@ -1,7 +1,4 @@
-"""Communication hooks.
-
-What travels between ranks instead of the gradients themselves.
-"""
+"""Communication hooks of torch: compressed gradients are reduced in place of the gradients themselves."""
 
 from __future__ import annotations
 
@@ -32,35 +29,38 @@ _Hook = DDPCommunicationHookType
 
 
 def _on_any_device(hook: Hook) -> Hook:
-    # torch refuses its bf16 hooks, by their names, where it knows no vendor library to carry them;
-    # its CPU backend and third parties' carry bf16 too. One that cannot raises in the collective.
+    # register_comm_hook checks the names of its bf16 hooks and accepts them only with NCCL or XCCL. gloo and
+    # the backends of other vendors reduce bf16 too, so the hook is registered under another name. A backend
+    # that cannot reduce bf16 raises in the collective.
     @wraps(hook, assigned=())
-    def carried(state: Any, bucket: Any) -> Any:
+    def call_hook(state: Any, bucket: Any) -> Any:
         return hook(state, bucket)
 
-    return carried
+    return call_hook
 
 
 def _one_by_one(hook: Hook) -> Hook:
-    # Power SGD starts its second all-reduce when the first is done, on the CPU's backend from any thread:
-    # those of several buckets would meet in another order on another rank. Elsewhere (NCCL) the future is
-    # done when the collectives are enqueued, and nothing is waited for.
+    # Power SGD starts its second all-reduce in a callback of the first one. gloo runs callbacks in any of its
+    # threads, so ranks could start the all-reduces of several buckets in different orders, and gradients
+    # would be mixed up. Each bucket therefore waits for its result. With NCCL the future is already done when
+    # the collectives are enqueued, and the wait costs nothing.
     @wraps(hook, assigned=())
-    def ordered(state: Any, bucket: Any) -> Any:
+    def call_and_wait(state: Any, bucket: Any) -> Any:
         future = hook(state, bucket)
         if not future.done():
             future.wait()
         return future
 
-    return ordered
+    return call_and_wait
 
 
 def _orthogonalize(matrices: Tensor, epsilon: float = 0) -> None:
     powerSGD_hook._orthogonalize(matrices if matrices.dim() == 3 else matrices.unsqueeze(0), epsilon)
 
 
-# Since pytorch#75157 torch's batched hook gives one matrix where a batch of them is asserted (2.13
-# still does), and so fails at its first compressed step. The same hook, with a batch of one made of it.
+# Since pytorch#75157 torch's batched hook passes one matrix to a function that asserts a batch of matrices,
+# and fails at its first compressed step (still in 2.13). This is the same hook with another `_orthogonalize`,
+# which makes a batch of one matrix. torch's module is not changed.
 _batched_power_sgd: Final = FunctionType(
     powerSGD_hook.batched_powerSGD_hook.__code__,
     vars(powerSGD_hook) | {"_orthogonalize": _orthogonalize},
@@ -82,11 +82,11 @@ WRAPPERS: Final[Mapping[DDPCommunicationHookType, Callable[[Hook], Hook]]] = {
 _states: WeakKeyDictionary[DistributedDataParallel, object] = WeakKeyDictionary()
 _options: WeakKeyDictionary[DistributedDataParallel, Mapping[str, Any]] = WeakKeyDictionary()
 _idle: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()
-"""Number of holders of a model's hook state while no hook runs."""
+"""Reference count of a model's hook state while no hook runs."""
 
 
 def register(model: DistributedDataParallel, config: DistributedDataParallelKwargs) -> None:
-    """Register the hook that the config names, if any, wrapped and with its state."""
+    """Register the communication hook of the config on the model, with its wrapper and its state."""
     if config.comm_hook is _Hook.NO:
         return
     hook = HOOKS[config.comm_hook]
@@ -102,16 +102,16 @@ def register(model: DistributedDataParallel, config: DistributedDataParallelKwar
 
 
 def iterations(model: DistributedDataParallel) -> int | None:
-    """Return how many backwards a power SGD hook has seen; None without one."""
+    """Return the number of backwards that the model's power SGD hook has run; None if it has no such hook."""
     state: Any = _states.get(model)
     return None if state is None else state.iter
 
 
 def begin_anew(model: DistributedDataParallel, iterations: int) -> None:
-    """Forget what a power SGD hook keeps of gradients.
+    """Reset the state of the model's power SGD hook and set its number of iterations.
 
-    It compresses again from the third backward on: torch lays the buckets out in the first two, and what the
-    hook keeps belongs to buckets.
+    The hook compresses again from the third backward on. Its error feedback and warm start belong to buckets,
+    and torch rebuilds the buckets during the first two backwards.
     """
     state: Any = _states.get(model)
     if state is not None:
@@ -120,24 +120,23 @@ def begin_anew(model: DistributedDataParallel, iterations: int) -> None:
 
 
 def forget_gradients(model: DistributedDataParallel) -> None:
-    """Drop what a power SGD hook keeps of gradients, as of ones not finite.
+    """Clear the error feedback and the warm start of the model's power SGD hook.
 
-    It would add them to all that follow.
+    Called after gradients that are not finite: the hook would add their error to all later gradients.
     """
     state: Any = _states.get(model)
     if state is not None:
-        for kept in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
-            kept.clear()
+        for memory in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
+            memory.clear()
 
 
 def settle(model: DistributedDataParallel) -> None:
-    """Wait until no thread of torch is inside this model's hook any more.
+    """Wait until no thread of torch runs the model's power SGD hook, for a millisecond at most as a rule.
 
-    A millisecond, if at all.
-
-    A power SGD hook holds state and process group. Backward returns when its result is there, and
-    the thread that leaves the hook last must not be the one to destroy the group: it would wait for
-    itself, and the process aborts (`Resource deadlock avoided`, also in plain torch).
+    The hook's state holds the process group. Backward returns as soon as the result is ready, while a thread
+    of torch may still be leaving the hook. If that thread drops the last reference to the group, it destroys
+    the group and joins itself, and the process aborts with `Resource deadlock avoided`. Plain torch does so
+    too.
     """
     deadline = time.monotonic() + SETTLE_SECONDS
     while model in _states and sys.getrefcount(_states[model]) > _idle[model] and time.monotonic() < deadline:

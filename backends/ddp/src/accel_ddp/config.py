@@ -1,7 +1,4 @@
-"""The options of section `ddp`.
-
-Arguments of DistributedDataParallel, and how gradients travel.
-"""
+"""Options of section `ddp`: arguments of DistributedDataParallel and the compression of gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ __all__ = ["DDPCommunicationHookType", "DistributedDataParallelKwargs"]
 
 
 class DDPCommunicationHookType(str, Enum):
-    """Compression of gradients on their way between ranks."""
+    """Compression of gradients for the reduction between ranks."""
 
     NO = "no"
     FP16 = "fp16"
@@ -39,7 +36,7 @@ POWER_SGD_OPTIONS: Final = (
     "compression_stats_logging_frequency",
     "batch_tensors_with_same_shape",
 )
-"""Arguments of torch's PowerSGDState, but its process group."""
+"""Arguments of torch's PowerSGDState except `process_group`."""
 
 
 @frozen(kw_only=True)
@@ -52,21 +49,21 @@ class DistributedDataParallelKwargs(KwargsHandler):
         25, minimum=1, unit="MiB", help="Gradients are reduced in buckets of this size, during backward."
     )
     find_unused_parameters: bool = option(
-        False, help="Look for parameters that a forward did not use; costs a walk of the graph each step."
+        False, help="Find the parameters that a forward did not use; walks the autograd graph in each step."
     )
     check_reduction: bool = option(False, help="Deprecated by torch, which always checks.")
     gradient_as_bucket_view: bool = option(
-        False, help="Let gradients live in the buckets: saves a copy of them."
+        False, help="Make gradients views of the buckets, which saves a copy of them."
     )
     static_graph: bool = option(False, help="Promise that each step uses the same parameters.")
     comm_hook: DDPCommunicationHookType = option(
-        _Hook.NO, converter=_Hook, help="Compress gradients on their way between ranks."
+        _Hook.NO, converter=_Hook, help="Compression of gradients for the reduction between ranks."
     )
     comm_wrapper: DDPCommunicationHookType = option(
         _Hook.NO,
         converter=_Hook,
         choices=(_Hook.NO, _Hook.FP16, _Hook.BF16),
-        help="Dtype to which gradients are cast before comm_hook sees them.",
+        help="Dtype to which gradients are cast before comm_hook compresses them.",
     )
     comm_state_option: Mapping[str, Any] = option(
         factory=dict,

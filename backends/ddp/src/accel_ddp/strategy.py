@@ -1,7 +1,4 @@
-"""Each rank trains a copy of the model.
-
-DistributedDataParallel averages gradients in backward.
-"""
+"""Strategy `ddp`: each rank trains a copy of the model, and DistributedDataParallel averages gradients."""
 
 from __future__ import annotations
 
@@ -28,19 +25,17 @@ if TYPE_CHECKING:
 
 __all__ = ["DataParallel", "make"]
 
-_CARRIED = {
+_REDUCIBLE_DTYPES = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
     *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
 }
-"""The dtypes that every process group carries."""
-_NOT_TORCHS = ("comm_hook", "comm_wrapper", "comm_state_option")
+"""Dtypes that the collectives of every process group support."""
+_HOOK_OPTIONS = ("comm_hook", "comm_wrapper", "comm_state_option")
+"""Options that are not arguments of DistributedDataParallel."""
 
 
 def make(config: DistributedDataParallelKwargs | None, run: Run) -> DataParallel:
-    """Make the plugin, of the class that the communication hook needs.
-
-    Only power SGD has something to do in each step.
-    """
+    """Return the plugin; only power SGD needs the class that has a hook in each step."""
     config = config or DistributedDataParallelKwargs()
     return (CompressedByPowerSGD if config.comm_hook in POWER_SGD else DataParallel)(config, run)
 
@@ -48,7 +43,7 @@ def make(config: DistributedDataParallelKwargs | None, run: Run) -> DataParallel
 class DataParallel:
     """Strategy `ddp`.
 
-    In a world of one, and for models that train nothing, it wraps nothing.
+    Models without trainable parameters, and all models of a world of one process, are not wrapped.
     """
 
     below: Any
@@ -68,13 +63,13 @@ class DataParallel:
         if self.run.world.size == 1 or not any(p.requires_grad for p in model.parameters()):
             return model
         refuse_hooks(model)
-        # Only what differs from torch's defaults, some of which warn when they are passed. No
-        # device_ids: batches are on the device already, and torch would walk each for nothing.
-        arguments = {k: v for k, v in self.config.to_kwargs().items() if k not in _NOT_TORCHS}
+        # Arguments that equal torch's default are not passed, because some of them warn when they are.
+        # device_ids is not passed: batches are on the device already, and torch would walk each batch.
+        arguments = {k: v for k, v in self.config.to_kwargs().items() if k not in _HOOK_OPTIONS}
         with warnings.catch_warnings():
-            # Its successor, forward_sync_buffers, would still copy rank 0's buffers at the start.
+            # torch's new argument, forward_sync_buffers=False, still copies rank 0's buffers at the start.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-            with _named(model):
+            with _name_refused_tensors(model):
                 wrapped = DistributedDataParallel(model, **arguments)
         comm_hooks.register(wrapped, self.config)
         RUNS[wrapped] = ref(self.run)
@@ -88,43 +83,42 @@ class DataParallel:
 
     @implements(hooks.no_sync)
     def no_sync(self, unit: Unit, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        # A static graph is recorded in the first backward, which torch can do only when it reduces.
-        # Reducing a first micro-batch too gives the same gradients.
-        quiet = [m for m in _parallel(models) if not (m.static_graph and _unrecorded(m))]
-        return _each_quiet(quiet)
+        # torch records a static graph in the first backward, and can do so only in a backward that reduces.
+        # Reducing the first micro-batch too does not change the gradients of the window.
+        recorded = [m for m in _parallel(models) if not (m.static_graph and _has_unrecorded_graph(m))]
+        return _no_sync(recorded)
 
     @implements(hooks.join)
     def join(self, units: Sequence[Unit], even_batches: bool | None) -> AbstractContextManager[Any]:
-        """Ranks that have run out shadow the others' collectives.
+        """Return a context in which ranks without batches take part in the collectives of the other ranks.
 
-        Weights are the last rank's.
-
-        How loaders share out batches (`even_batches`) is core's business.
+        At its end all ranks have the weights of the rank that trained last. `even_batches` concerns the data
+        loaders, which core changes.
         """
         parallel = {model: unit for unit in units for model in _parallel(unit.wrapped)}
-        return _Uneven(parallel) if parallel else nullcontext()
+        return _JoinRanks(parallel) if parallel else nullcontext()
 
     @implements(hooks.save_state)
     def save_state(self, unit: Unit) -> Mapping[str, Entry]:
-        """Return the number of steps that power SGD has seen.
+        """Return the number of iterations of power SGD.
 
-        What it keeps of gradients is not saved: it belongs to buckets, which a new run lays out anew.
+        Its error feedback and warm start are not saved: they belong to buckets, which a new run builds again.
         """
-        seen = list(map(comm_hooks.iterations, _parallel(unit.wrapped)))
-        return {"power_sgd": Entry(value=seen)} if any(each is not None for each in seen) else {}
+        iterations = list(map(comm_hooks.iterations, _parallel(unit.wrapped)))
+        return {"power_sgd": Entry(value=iterations)} if any(n is not None for n in iterations) else {}
 
     @implements(hooks.load_state)
     def load_state(self, unit: Unit, entries: Mapping[str, Entry]) -> None:
         models = list(_parallel(unit.wrapped))
-        for model in models:  # whatever the checkpoint holds, of another strategy's run say
+        for model in models:  # also if the checkpoint of another strategy has no entry
             comm_hooks.forget_gradients(model)
-        seen: Any = entries["power_sgd"].value if "power_sgd" in entries else []
-        for model, iterations in zip(models, seen, strict=False):
+        saved: Any = entries["power_sgd"].value if "power_sgd" in entries else []
+        for model, iterations in zip(models, saved, strict=False):
             comm_hooks.begin_anew(model, iterations or 0)
 
     @implements(hooks.release)
     def release(self, unit: Unit) -> None:
-        # The model inside, which `unwrap_model` gives, works on.
+        # The model that `unwrap_model` returns can still be used.
         for model in _parallel(unit.wrapped):
             comm_hooks.settle(model)
             model.release()
@@ -144,11 +138,11 @@ class DataParallel:
 
 
 class CompressedByPowerSGD(DataParallel):
-    """Adds to gradients what it has not sent of earlier ones."""
+    """Strategy `ddp` with a power SGD hook, which adds the compression error of earlier gradients."""
 
     @implements(hooks.after_step)
     def after_step(self, unit: Unit, optimizer: Optimizer, applied: bool) -> None:
-        if not applied:  # all ranks have the same gradients, and skip together
+        if not applied:  # on all ranks: they have the same gradients
             for model in _parallel(unit.wrapped):
                 comm_hooks.forget_gradients(model)
 
@@ -158,10 +152,10 @@ def _parallel(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:
 
 
 @contextmanager
-def _named(model: nn.Module) -> Iterator[None]:
-    """Say which tensor the process group cannot carry to the other ranks.
+def _name_refused_tensors(model: nn.Module) -> Iterator[None]:
+    """Raise ConfigError with the names of the tensors whose dtype the process group does not support.
 
-    Torch's error names none.
+    torch's own error names no tensor.
     """
     try:
         yield
@@ -169,27 +163,29 @@ def _named(model: nn.Module) -> Iterator[None]:
         if "scalar type" not in str(error):
             raise
         tensors = [*model.named_parameters(), *model.named_buffers()]
-        odd = [f"{name} ({tensor.dtype})" for name, tensor in tensors if tensor.dtype not in _CARRIED]
+        odd = [
+            f"{name} ({tensor.dtype})" for name, tensor in tensors if tensor.dtype not in _REDUCIBLE_DTYPES
+        ]
         raise ConfigError(
             f"ddp: the process group does not carry {', '.join(odd) or 'a dtype of this model'}: {error}\n"
             "keep it in another dtype, or a buffer contiguous()"
         ) from error
 
 
-def _unrecorded(model: DistributedDataParallel) -> bool:
+def _has_unrecorded_graph(model: DistributedDataParallel) -> bool:
     return not getattr(model, "_static_graph_delay_allreduce_enqueued", True)
 
 
 @contextmanager
-def _each_quiet(models: Sequence[DistributedDataParallel]) -> Iterator[None]:
+def _no_sync(models: Sequence[DistributedDataParallel]) -> Iterator[None]:
     with ExitStack() as stack:
         for model in models:
             stack.enter_context(model.no_sync())
         yield
 
 
-class _Uneven(Join):
-    """Torch's Join, without its leftovers (warning filters, joining enabled)."""
+class _JoinRanks(Join):
+    """torch's Join, which at its end also restores the warning filters and disables joining."""
 
     def __init__(self, models: Mapping[DistributedDataParallel, Unit]) -> None:
         super().__init__(list(models))
@@ -198,7 +194,7 @@ class _Uneven(Join):
             for model, unit in models.items()
         ]
         for model in models:
-            evaluation = _Evaluation(model)
+            evaluation = _LocalEvaluation(model)
             self._hooks.append(model.register_forward_pre_hook(evaluation.begin))
             self._hooks.append(model.register_forward_hook(evaluation.end, always_call=True))
 
@@ -210,11 +206,11 @@ class _Uneven(Join):
         Join(self._joinables, enable=False)
 
 
-class _Evaluation:
-    """Keeps a forward without gradients to its rank.
+class _LocalEvaluation:
+    """Forward hooks that turn off the collectives of a forward without gradients.
 
-    Torch's Join announces each forward to ranks that have run out, and those would wait for its backward.
-    Buffers are not made alike either, so that any rank may evaluate at any time.
+    torch's Join announces each forward to the ranks that have no more batches, and these ranks would wait for
+    a backward that never comes. Buffers are not broadcast either, so any rank may evaluate at any time.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
@@ -222,7 +218,7 @@ class _Evaluation:
         self._undo = ExitStack()
 
     def begin(self, model: nn.Module, inputs: Any) -> None:
-        self._undo.close()  # Ctrl-C may have kept `end` from its turn
+        self._undo.close()  # `end` did not run if Ctrl-C interrupted the last forward
         if not torch.is_grad_enabled():
             for name, value in (
                 ("_join_config", self._model._join_config._replace(enable=False)),
@@ -236,8 +232,8 @@ class _Evaluation:
 
 
 def _refuse_short_window(window: Window, model: nn.Module, inputs: Any) -> None:
-    # This rank would reduce its gradients while others, in the midst of their windows, would not:
-    # collectives that never meet.
+    # This rank would reduce gradients while other ranks, in the middle of their windows, would not: the
+    # collective would never complete.
     if window.boundary and 0 < window.index + 1 < window.size and torch.is_grad_enabled():
         raise AccelError(
             f"join: this rank's batches end after {window.index + 1} of the {window.size} micro-batches of"

@@ -1,4 +1,4 @@
-"""torch's wrapper, which refuses a gradient that it would not reduce; torch does not say so."""
+"""torch's DistributedDataParallel with an error for gradients that it would not reduce."""
 
 from __future__ import annotations
 
@@ -20,20 +20,25 @@ if TYPE_CHECKING:
 __all__ = ["COPIES", "RUNS", "DistributedDataParallel", "refuse_hooks"]
 
 RUNS: Final[WeakKeyDictionary[nn.Module, Callable[[], Run | None]]] = WeakKeyDictionary()
-"""Model -> weak reference to its run. Not in the model, which may be copied."""
+"""Model -> weak reference to its run. Not an attribute, because copy.deepcopy would copy the reference."""
 COPIES: Final[WeakSet[nn.Module]] = WeakSet()
-"""Deep copies and unpickled models, each with a reducer of its own."""
+"""Wrapped models that were made by copy.deepcopy or pickle; each has its own reducer to release."""
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel):
-    """torch's wrapper, under its name.
+    """torch's wrapper, which raises if a backward computes gradients that it does not reduce.
 
-    It reduces the first backward after a forward of its own. Its probes, the first parameter of the model, of
-    each child and of each child of a child, raise an error where they get any other gradient, as of a forward
-    of the model inside. A static graph has none: one backward may bring it several gradients of a parameter.
+    torch reduces only the first backward after a forward of the wrapper. A backward of another forward, such
+    as a forward of `model.module`, silently leaves each rank with its own gradients. Some parameters, the
+    probes, have a hook that raises in this case: the first parameter of the model, of each child and of each
+    grandchild. With static_graph there are no probes, because one backward may then accumulate several
+    gradients of a parameter.
 
-    reduced: names of the parameters, as torch numbers them. probes: those. awaited: id of a probe -> whether
-    the last forward's gradient is reduced, until it came.
+    Attributes:
+        reduced: names of the parameters, in torch's numbering.
+        probes: parameters with a hook.
+        awaited: id of a probe -> True if the gradient of the last forward will be reduced, False if that
+            forward ran in no_sync. A probe is removed when its gradient arrives.
     """
 
     def __init__(self, module: nn.Module, **arguments: Any) -> None:
@@ -43,26 +48,26 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._probe()
 
     def _probe(self) -> None:
-        # By __dict__: the module's own __setattr__ takes 2 µs.
+        # By __dict__, because Module.__setattr__ takes 2 µs and `awaited` is set in each forward.
         self.__dict__["probes"] = probes = [] if self.static_graph else _probes(self.module)
         self.__dict__["awaited"] = {}
-        self._hooks = [each.register_post_accumulate_grad_hook(self._received) for each in probes]
+        self._hooks = [each.register_post_accumulate_grad_hook(self._check_gradient) for each in probes]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module's forward, whose gradients are reduced in backward."""
+        """Run the module's forward; its gradients are reduced in backward."""
         if torch.is_grad_enabled():
             self._await(self.require_backward_grad_sync)
         try:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
-        except RuntimeError as error:  # of buffers that are broadcast, or of buckets that are laid out
+        except RuntimeError as error:  # of the broadcast of buffers, or of the new buckets
             if "finished reduction in the prior iteration" in str(error):
                 raise _unfinished(self, error) from error
             raise
 
     def await_backward(self) -> None:
-        """Count the next backward as reduced, whatever its forward ran in.
+        """Expect a reduction in the next backward, also if its forward ran in no_sync.
 
-        The caller has prepared torch's reducer for it.
+        The caller has prepared torch's reducer for that backward.
         """
         self._await(True)
 
@@ -70,11 +75,13 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         state = self.__dict__
         state["awaited"] = dict.fromkeys(map(id, state["probes"]), reduced)
 
-    def _received(self, probe: Tensor) -> None:
-        if not self.require_backward_grad_sync:  # in no_sync, gradients stay this rank's
+    def _check_gradient(self, probe: Tensor) -> None:
+        if not self.require_backward_grad_sync:  # in no_sync no gradient is reduced
             return
+        # Models that share the parameter each have a hook on it. This backward may be of any of them, so the
+        # first wrapper looks for the forward in the states of all.
         sharing = _wrappers_of(probe)
-        if sharing[0] is not self:  # the first looks for all: this may be the backward of any
+        if sharing[0] is not self:
             return
         states = [each.__dict__["awaited"] for each in sharing]
         reduced = next((awaited for awaited in states if awaited.get(id(probe))), None)
@@ -83,8 +90,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             return
         run = RUNS.get(self, _no_run)()
         unit = None if run is None else run.prepared.unit_of_model(self)
-        is_quiet = any(id(probe) in each for each in states)  # its forward ran inside no_sync
-        if is_quiet and unit is not None:  # another backward may reduce the sum
+        ran_in_no_sync = any(id(probe) in each for each in states)
+        if ran_in_no_sync and unit is not None:
+            # A later backward of the window may still reduce the sum. Otherwise the unit's step raises.
             unit.note_unreduced()
             return
         raise AccelError(
@@ -96,13 +104,14 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # Hooks reach torch's reducer, which a copy makes anew. Its gradients travel uncompressed: torch
-        # registers the hook that compresses them for one reducer.
-        held: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        held |= {"probes": [], "awaited": {}, "_hooks": [], "_comm_hooks": []}
-        # Its reducer has yet to record a static graph, and no no_sync will end for it.
-        held["_static_graph_delay_allreduce_enqueued"] = False
-        return held | {"require_backward_grad_sync": True, "require_forward_param_sync": True}
+        # Hooks refer to torch's reducer, and a copy builds its own reducer. A copy does not compress its
+        # gradients, because a communication hook is registered for one reducer.
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        state |= {"probes": [], "awaited": {}, "_hooks": [], "_comm_hooks": []}
+        # The copy's reducer has not recorded a static graph. A copy that was made inside no_sync never sees
+        # the end of that context, so it starts with the flags of a model outside of it.
+        state["_static_graph_delay_allreduce_enqueued"] = False
+        return state | {"require_backward_grad_sync": True, "require_forward_param_sync": True}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -110,31 +119,28 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._probe()
 
     def release(self) -> None:
-        """Take the hooks off the parameters, and drop the reducer.
+        """Remove the hooks from the parameters and drop the reducer.
 
-        One that outlives its process group aborts some processes at exit (plain torch on its CPU backend:
-        2 of 8).
+        A reducer that outlives its process group aborts some processes at exit (2 of 8 with plain torch and
+        gloo).
         """
         for hook in self._hooks:
             hook.remove()
         self.reducer = self.logger = None  # type: ignore[assignment]
-        self.__dict__["forward"] = _released
+        self.__dict__["forward"] = _refuse_forward
 
 
-def _released(*_: object, **__: object) -> NoReturn:
+def _refuse_forward(*_: object, **__: object) -> NoReturn:
     raise AccelError(
         "forward: this model's DistributedDataParallel has ended, by free_memory or end_training\n"
-        "prepare the model again, or use the one inside: accelerator.unwrap_model(model)"
+        "prepare the model again, or use accelerator.unwrap_model(model)"
     )
 
 
 def refuse_hooks(model: nn.Module) -> None:
-    """Refuse parameters with hooks that step in backward, which would see unreduced gradients.
-
-    Raises ConfigError.
-    """
+    """Raise ConfigError if a parameter has a hook that would see, or step with, unreduced gradients."""
     for name, parameter in model.named_parameters():
-        # Another wrapper of a shared parameter, or one that a failed `prepare` left, has its own here.
+        # A second wrapper of a shared parameter, or the wrapper of a `prepare` that failed, has its own hook.
         if len(parameter._post_accumulate_grad_hooks or ()) > len(_wrappers_of(parameter)):
             raise ConfigError(
                 f"ddp: {name} of the {type(model).__name__} has a hook by"
@@ -151,11 +157,13 @@ def _wrappers_of(probe: Tensor) -> list[DistributedDataParallel]:
 
 
 def _unfinished(model: DistributedDataParallel, error: RuntimeError) -> AccelError:
-    """Return an error of ours for parameters that the last backward left out; torch numbers them."""
+    """Return an error with the names of the parameters without gradients; torch's error has their numbers."""
     numbers = re.search(r"did not receive grad for rank \d+:([\d ]+)", str(error))
-    left = [model.reduced[int(index)] for index in numbers[1].split()] if numbers else []
+    unused = [model.reduced[int(index)] for index in numbers[1].split()] if numbers else []
     remedy = "set ddp.find_unused_parameters: true, or use every parameter in each loss"
-    if model.find_unused_parameters:  # it looks at the forward's graph, where these are
+    if (
+        model.find_unused_parameters
+    ):  # it finds parameters that the forward did not use; the forward used these
         remedy = (
             "such parameters take part in the forward, and not in the loss: freeze them before prepare, with"
             " requires_grad_(False), or add them to the loss, times 0: loss + 0 * sum(p.sum() for p in"
@@ -163,8 +171,8 @@ def _unfinished(model: DistributedDataParallel, error: RuntimeError) -> AccelErr
         )
     return AccelError(
         f"ddp: the last backward of this {type(model.module).__name__} gave no gradient to"
-        f" {', '.join(left[:3]) or 'some parameters'} ({len(left)} in all), so gradients are not averaged\n"
-        + remedy
+        f" {', '.join(unused[:3]) or 'some parameters'} ({len(unused)} in all), so gradients are not"
+        " averaged\n" + remedy
     )
 
 
@@ -173,7 +181,7 @@ def _no_run() -> None:
 
 
 def _probes(module: nn.Module) -> list[Tensor]:
-    """Return the first trained parameter of the module, of its children and of theirs."""
+    """Return the first trainable parameter of the module, of each child and of each grandchild."""
     children = [*module.children()]
     parts = (module, *children, *(each for child in children for each in child.children()))
     trained = ((p for p in part.parameters() if p.requires_grad) for part in parts)

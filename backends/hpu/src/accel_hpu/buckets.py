@@ -1,7 +1,4 @@
-"""Batches of few lengths.
-
-A graph is compiled for each shape, so sequences are padded to a few.
-"""
+"""Padding of batches to a few lengths, because Gaudi compiles a graph for each shape."""
 
 from __future__ import annotations
 
@@ -20,14 +17,14 @@ __all__ = ["padded"]
 
 
 def padded(batch: Any, lengths: Sequence[int], padding: Mapping[str, float]) -> Any:
-    """Pad the entries that `padding` names to one of these lengths (dimension 1).
+    """Return the batch with the entries named in `padding` padded along dimension 1 to the next length.
 
     Raises:
-        ConfigError: an entry is longer than the longest of them.
+        ConfigError: an entry is longer than all lengths.
     """
     if isinstance(batch, Mapping):
-        found = {name: _padded(name, value, lengths, padding) for name, value in batch.items()}
-        for name, value in found.items():  # keeps the type, which may have methods of its own
+        entries = {name: _padded(name, value, lengths, padding) for name, value in batch.items()}
+        for name, value in entries.items():  # in place, because the mapping's class may have methods
             if value is not batch[name]:
                 batch[name] = value  # type: ignore[index]
         return batch
@@ -46,7 +43,7 @@ def _padded(name: str, value: Tensor, lengths: Sequence[int], padding: Mapping[s
     if bucket == len(lengths):
         raise ConfigError(
             f"hpu.buckets: {name} of this batch has length {length}, the longest bucket is {lengths[-1]}\n"
-            "add a longer one, or truncate in the dataset or collate function"
+            "add a longer bucket, or truncate in the dataset or collate function"
         )
     rest = [0, 0] * (value.ndim - 2)
     return pad(value, [*rest, 0, lengths[bucket] - length], value=padding[name])

@@ -1,6 +1,7 @@
-"""Gaudi HPUs.
+"""Device plugin `hpu`: Gaudi HPUs.
 
-The base layer runs them through `torch.hpu`; here is only what it cannot know.
+Core's base layer runs the device through `torch.hpu`; this module adds the parts that are specific to the
+vendor.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ _CUTS: Final = ("backward", "step")
 
 
 def vendor(module: str) -> Any:
-    """Import a module of Gaudi's software; the first one gives torch its `hpu` type."""
+    """Import a module of Gaudi's software; the first import registers the device type `hpu` with torch."""
     return import_module(f"habana_frameworks.torch.{module}")
 
 
 def verify() -> str | None:
-    """None if torch can really compute on an HPU here, else why not."""
+    """Return the reason why torch cannot compute on an HPU here; None if it can."""
     if vendor("hpu").is_available():
         return None
     return "habana_frameworks loads but finds no usable HPU; hl-smi says whether the driver works"
@@ -48,12 +49,12 @@ class HpuDevice:
         self.config = config or HpuConfig()
         self.run = run
         self._hpu = vendor("hpu")
-        # Gaudi's software read its variable at its import, which torch may have done before the run; what it
-        # takes an unset one for depends on the release: lazy mode before 1.21, eager mode since.
+        # Gaudi's software reads its variable when it is imported, and torch may have imported it before the
+        # run. If the variable is unset, the mode depends on the release: lazy before 1.21, eager since.
         self._lazy: bool = vendor("utils.internal").is_lazy()
         self._cut = vendor("core").mark_step if self._lazy else None
         if run.world.size > 1:
-            vendor("distributed.hccl")  # importing it is what makes torch know the name
+            vendor("distributed.hccl")  # the import registers the backend with torch
 
     @implements(hooks.refuse)
     def refuse(self, config: RunConfig) -> Sequence[str]:
@@ -62,7 +63,7 @@ class HpuDevice:
         reasons = []
         if self.config.graphs and not self._lazy:
             reasons.append(
-                "hpu.graphs replays what lazy mode records, this is eager mode; set hpu.lazy: true"
+                "hpu.graphs replays graphs that lazy mode records, and this is eager mode; set hpu.lazy: true"
             )
         if self._lazy and (config.compile.backend or "no").lower() != "no":
             reasons.append("hpu: torch.compile does not work in lazy mode; set hpu.lazy: false")
@@ -83,8 +84,8 @@ class HpuDevice:
 
     @implements(hooks.capabilities)
     def capabilities(self, device: torch.device) -> frozenset[str]:
-        able: frozenset[str] = self.below.capabilities(device)
-        return able - {"fp16"} if self._hpu.get_device_name() == FIRST_GENERATION else able
+        capabilities: frozenset[str] = self.below.capabilities(device)
+        return capabilities - {"fp16"} if self._hpu.get_device_name() == FIRST_GENERATION else capabilities
 
     @implements(hooks.transform_model)
     def transform_model(self, unit: Unit, model: nn.Module, phase: str) -> nn.Module:
@@ -98,8 +99,9 @@ class HpuDevice:
 
     @implements(hooks.mark_step)
     def mark_step(self, point: str) -> None:
-        # A value that the host reads ends a graph by itself; so does a copy of state. Padding has a graph
-        # of its own: in the model's, there would be one for each length again.
+        # Reading a value on the host ends a graph by itself, and so does copying state. With buckets the
+        # graph also ends before each batch, so that padding has its own graph. As a part of the model's
+        # graph, padding would make a graph for each length of the data again.
         if self._cut is not None and (point in _CUTS or (point == "batch" and self.config.buckets)):
             self._cut()
 

@@ -1,4 +1,4 @@
-"""The machine's HPUs, from files and the environment; no torch, no Gaudi library."""
+"""The machine's HPUs, read from files and the environment without torch or a Gaudi library."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path("/")
 
 
 def probe() -> str | None:
-    """None if an HPU can be expected here, else why not."""
+    """Return the reason why no HPU can be used here; None if one can be expected."""
     if find_spec("habana_frameworks") is None:
         return "habana_frameworks is not installed; use Gaudi's own image, or its habanalabs-installer"
     if not (ROOT / "sys/module/habanalabs").is_dir():
@@ -42,7 +42,7 @@ def hpu_count() -> int:
 
 
 def _modules() -> int:
-    # accel0 is the device, accel_controlD0 its control node.
+    # accel0 is a device file; accel_controlD0 is its control file and is not counted.
     return len([node for node in (ROOT / "dev/accel").glob("accel*") if node.name[5:].isdecimal()])
 
 
@@ -52,8 +52,8 @@ def visible_devices(config: RunConfig) -> int:
 
 
 def launch_environment(config: RunConfig, world: World) -> Mapping[str, str]:
-    """Return the variables that are read when the vendor's library is imported."""
+    """Return the environment variables that the vendor's library reads when it is imported."""
     lazy = getattr(config.plugins.get("hpu"), "lazy", None)
-    # Gaudi's DeepSpeed reads it; Accelerate sets it for each run on HPUs (prepare_deepspeed).
+    # For Gaudi's DeepSpeed. Accelerate sets this variable too, for each run on HPUs (prepare_deepspeed).
     wanted = {"DEEPSPEED_USE_HPU": "true"}
     return wanted if lazy is None else {**wanted, LAZY: str(int(lazy))}

@@ -1,4 +1,4 @@
-"""The card, what it names, and nothing of torch or of the vendor."""
+"""The card and the functions that it names. Imports neither torch nor the vendor's library."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ ROOT = Path("/")
 
 
 def probe() -> str | None:
-    """None if an MLU can be expected here, else why not."""
+    """Return the reason why no MLU can be used here; None if one can be expected."""
     vendor, torch = _version("torch_mlu"), _version("torch")
     if vendor is None:
         return "torch_mlu is not installed; its source is at github.com/Cambricon/torch_mlu"
     built = re.search(r"\+torch(\d+\.\d+)", vendor)  # 1.22.0+torch2.4.0
     if torch is None or (built and torch.split(".")[:2] != built[1].split(".")):
-        return f"torch_mlu {vendor} was built for another torch than {torch}; install the one that it names"
+        return f"torch_mlu {vendor} was not built for torch {torch}; install the torch in its version"
     if not any((folder / RUNTIME).exists() for folder in _libraries()):
         return (
             f"torch_mlu is installed but Cambricon's {RUNTIME} is not found;"
@@ -44,12 +44,12 @@ def probe() -> str | None:
 
 def device_count() -> int:
     """Return the number of MLUs that a process of this environment sees."""
-    there, visible = _nodes(), os.environ.get(VISIBLE)
+    present, visible = _nodes(), os.environ.get(VISIBLE)
     if visible is None:
-        return there
+        return present
     count = 0
     for entry in map(str.strip, visible.split(",")):  # the first entry that is not an MLU ends the list
-        if not entry.isdecimal() or int(entry) >= there:
+        if not entry.isdecimal() or int(entry) >= present:
             break
         count += 1
     return count

@@ -1,4 +1,4 @@
-"""Options of the plugin, apart from its card: listings import cards only."""
+"""Options of section `mlu`; not beside the card, because listings of plugins import cards only."""
 
 from __future__ import annotations
 

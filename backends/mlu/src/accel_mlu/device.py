@@ -1,6 +1,7 @@
-"""Cambricon MLUs.
+"""Device plugin `mlu`: Cambricon MLUs.
 
-The base layer runs them through `torch.mlu`; here is only what it cannot know.
+Core's base layer runs the device through `torch.mlu`; this module adds the parts that are specific to the
+vendor.
 """
 
 from __future__ import annotations
@@ -23,17 +24,14 @@ __all__ = ["MluDevice", "environment_report", "vendor", "verify"]
 
 
 def vendor() -> Any:
-    """Return torch_mlu's device module.
-
-    Importing the library gives torch its `mlu` type.
-    """
+    """Return torch_mlu's device module; importing torch_mlu registers the device type `mlu` with torch."""
     import torch_mlu  # noqa: F401
 
     return torch.get_device_module("mlu")
 
 
 def verify() -> str | None:
-    """None if torch can really compute on an MLU here, else why not."""
+    """Return the reason why torch cannot compute on an MLU here; None if it can."""
     if vendor().is_available():
         return None
     return "torch_mlu loads but finds no usable MLU; cnmon says whether the driver works"
@@ -53,14 +51,14 @@ class MluDevice:
     def select_device(self, world: World) -> torch.device:
         device: torch.device = self.below.select_device(world)
         if self.config.allow_tf32 is not None:
-            switches: Any = torch.backends  # torch_mlu puts its own there
+            switches: Any = torch.backends  # torch_mlu adds its switches here
             switches.mlu.matmul.allow_tf32 = switches.cnnl.allow_tf32 = self.config.allow_tf32
         return device
 
     @implements(hooks.capabilities)
     def capabilities(self, device: torch.device) -> frozenset[str]:
-        able: frozenset[str] = self.below.capabilities(device)
-        return able if self.mlu.is_bf16_supported() else able - {"bf16"}
+        capabilities: frozenset[str] = self.below.capabilities(device)
+        return capabilities if self.mlu.is_bf16_supported() else capabilities - {"bf16"}
 
 
 def environment_report() -> Mapping[str, str]:

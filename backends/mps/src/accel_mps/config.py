@@ -1,7 +1,4 @@
-"""The options of section `mps`.
-
-What is unset stays as torch, or the user, has it.
-"""
+"""Options of section `mps`. Unset options keep the value of torch or of the user's script."""
 
 from __future__ import annotations
 
@@ -17,6 +14,6 @@ class MpsConfig(KwargsHandler):
     """Options of the Apple GPU. Section `mps`."""
 
     memory_fraction: float | None = option(
-        None, minimum=0, help="Limit, as a share of what Metal recommends: 0 (no limit) to 2."
+        None, minimum=0, help="Memory limit as a fraction of Metal's recommendation: 0 (no limit) to 2."
     )
-    cpu_fallback: bool = option(False, help="Compute on the CPU what Metal has no kernel for.")
+    cpu_fallback: bool = option(False, help="Compute operations without a Metal kernel on the CPU.")

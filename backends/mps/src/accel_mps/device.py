@@ -1,6 +1,7 @@
-"""The Apple GPU.
+"""Device plugin `mps`: the Apple GPU.
 
-The base layer runs it through `torch.mps`; here is only what it cannot know.
+Core's base layer runs the device through `torch.mps`; this module adds the parts that are specific to the
+vendor.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["MpsDevice", "environment_report", "verify"]
 
 
 def verify() -> str | None:
-    """None if torch can really compute on the GPU here, else why not."""
+    """Return the reason why torch cannot compute on the GPU here; None if it can."""
     if torch.backends.mps.is_available():
         return None
     if not torch.backends.mps.is_built():
@@ -43,7 +44,7 @@ class MpsDevice:
     def select_device(self, world: World) -> torch.device:
         if world.size > 1:
             raise ConfigError(
-                f"device mps trains in one process, but this run has {world.size}: a Mac has one such GPU\n"
+                f"device mps trains in one process, but this run has {world.size}: a Mac has one GPU\n"
                 "start one process (accel launch -n 1), or choose --device cpu"
             )
         device: torch.device = self.below.select_device(world)
@@ -53,11 +54,14 @@ class MpsDevice:
 
     @implements(hooks.refuse)
     def refuse(self, config: RunConfig) -> Sequence[str]:
-        found = os.environ.get(machine.FALLBACK)
-        if not self.config.cpu_fallback or found != "0":
+        variable = os.environ.get(machine.FALLBACK)
+        if not self.config.cpu_fallback or variable != "0":
             return ()
-        where = f"{machine.FALLBACK}={found!r}, which torch reads"
-        return [f"mps.cpu_fallback is set, but {where}\nunset the variable, or leave the option out"]
+        reason = (
+            f"mps.cpu_fallback is set, but torch reads {machine.FALLBACK}={variable!r}\n"
+            "unset the variable, or leave the option out"
+        )
+        return [reason]
 
     @implements(hooks.memory_stats)
     def memory_stats(self, device: torch.device) -> Mapping[str, int]:

@@ -1,4 +1,4 @@
-"""The machine's GPU, without torch."""
+"""The machine's Apple GPU, found without importing torch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["launch_environment", "probe", "visible_devices"]
 
 FALLBACK = "PYTORCH_ENABLE_MPS_FALLBACK"
 OLDEST = 14
-"""macOS that torch's wheels ask for."""
+"""Oldest release of macOS that torch's wheels support."""
 
 
 def probe() -> str | None:
-    """None if an Apple GPU can be expected here, else why not."""
+    """Return the reason why no Apple GPU can be used here; None if one can be expected."""
     if platform.system() != "Darwin":
         return f"this is {platform.system() or 'an unknown system'}, not macOS"
     if platform.machine() != "arm64":
-        return f"this Python runs on {platform.machine()}; an arm64 one is needed (not under Rosetta)"
+        return f"this Python runs on {platform.machine()}; use an arm64 Python (not under Rosetta)"
     release = platform.mac_ver()[0]
     if int(release.partition(".")[0] or 0) < OLDEST:
         return f"macOS {release} is too old for torch's Metal kernels, which need {OLDEST}"
@@ -31,10 +31,10 @@ def probe() -> str | None:
 
 def visible_devices(config: RunConfig) -> int:
     """Return the number of devices that a process of this environment sees."""
-    return 1  # one GPU, which nothing masks
+    return 1  # a Mac has one GPU, and no variable hides it
 
 
 def launch_environment(config: RunConfig, world: World) -> Mapping[str, str]:
-    """Return the variables that are read when the vendor's library is imported."""
+    """Return the environment variables that the vendor's library reads when it is imported."""
     wanted = getattr(config.plugins.get("mps"), "cpu_fallback", False)
     return {FALLBACK: "1"} if wanted else {}

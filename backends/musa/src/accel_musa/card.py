@@ -1,4 +1,4 @@
-"""The card, what it names, and nothing of torch or of the vendor."""
+"""The card and the functions that it names. Imports neither torch nor the vendor's library."""
 
 from __future__ import annotations
 
@@ -22,14 +22,12 @@ ROOT = Path("/")
 
 
 def probe() -> str | None:
-    """None if a Moore Threads GPU can be expected here, else why not."""
+    """Return the reason why no Moore Threads GPU can be used here; None if one can be expected."""
     vendor, torch = _version("torch_musa"), _version("torch")
     if vendor is None:
         return "torch_musa is not installed; its wheels are at github.com/MooreThreads/torch_musa/releases"
     if torch is None or torch.split(".")[:2] != vendor.split(".")[:2]:
-        return (
-            f"torch_musa {vendor} was built for another torch than {torch}; install the torch of its release"
-        )
+        return f"torch_musa {vendor} was not built for torch {torch}; install the torch of its release"
     if not any((folder / RUNTIME).exists() for folder in _libraries()):
         return (
             f"torch_musa is installed but the MUSA SDK's {RUNTIME} is not found;"
@@ -44,12 +42,12 @@ def probe() -> str | None:
 
 def device_count() -> int:
     """Return the number of GPUs that a process of this environment sees."""
-    there, visible = _nodes(), os.environ.get(VISIBLE)
+    present, visible = _nodes(), os.environ.get(VISIBLE)
     if visible is None:
-        return there
+        return present
     # The first entry that is not a GPU ends the list.
     listed = takewhile(
-        lambda entry: entry.isdecimal() and int(entry) < there, map(str.strip, visible.split(","))
+        lambda entry: entry.isdecimal() and int(entry) < present, map(str.strip, visible.split(","))
     )
     return len([*listed])
 

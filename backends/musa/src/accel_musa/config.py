@@ -1,4 +1,4 @@
-"""Options of the plugin, apart from its card: listings import cards only."""
+"""Options of section `musa`; not beside the card, because listings of plugins import cards only."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ class MusaConfig(KwargsHandler):
     """Switches of this process's torch_musa. Section `musa`."""
 
     allow_tf32: bool | None = option(
-        None, help="Let float32 matrix products and convolutions use TF32; torch_musa does if this is unset."
+        None, help="Let float32 matrix products and convolutions use TF32; torch_musa's default is true."
     )

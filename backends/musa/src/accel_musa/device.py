@@ -1,6 +1,7 @@
-"""Moore Threads GPUs.
+"""Device plugin `musa`: Moore Threads GPUs.
 
-The base layer runs them through `torch.musa`; here is only what it cannot know.
+Core's base layer runs the device through `torch.musa`; this module adds the parts that are specific to the
+vendor.
 """
 
 from __future__ import annotations
@@ -24,20 +25,19 @@ __all__ = ["MusaDevice", "environment_report", "vendor", "verify"]
 
 
 def vendor() -> Any:
-    """Return torch_musa's device module.
-
-    Importing the library gives torch its `musa` type.
-    """
+    """Return torch_musa's device module; importing torch_musa registers the device type `musa` with torch."""
     import torch_musa  # noqa: F401
 
     return torch.get_device_module("musa")
 
 
 def verify() -> str | None:
-    """None if torch can really compute on a GPU here, else why not."""
+    """Return the reason why torch cannot compute on a GPU here; None if it can."""
     try:
         musa = vendor()
-    except ImportError as error:  # torch_musa blames the current folder, whatever is missing
+    except (
+        ImportError
+    ) as error:  # torch_musa's own message blames the current folder for every missing library
         return f"torch_musa does not load: {error.__cause__ or error}"
     if musa.is_available():
         return None
@@ -63,26 +63,30 @@ class MusaDevice:
 
     @implements(hooks.refuse)
     def refuse(self, config: RunConfig) -> Sequence[str]:
-        # Not is_backend_available: the vendor's torch says True of builds without MCCL too.
-        named = config.process_group.backend or "mccl" in dist.Backend.backend_list
-        if self.run.world.size == 1 or named:
+        # is_backend_available is not used: in the vendor's torch it is True for builds without MCCL too.
+        has_backend = config.process_group.backend or "mccl" in dist.Backend.backend_list
+        if self.run.world.size == 1 or has_backend:
             return ()
         reason = (
             f"torch_musa {metadata.version('torch_musa')} was built without MCCL, which carries tensors"
-            " between GPUs (there is none for S80 and S3000)\n"
+            " between GPUs (S80 and S3000 have no MCCL)\n"
             "install a build that has it, or train in one process: accel launch -n 1"
         )
         return [reason]
 
     @implements(hooks.capabilities)
     def capabilities(self, device: torch.device) -> frozenset[str]:
-        able: frozenset[str] = self.below.capabilities(device)
-        # Before the S4000 (capability 2.2) torch_musa holds bfloat16 tensors, without arithmetic for them.
-        return able if self.musa.is_bf16_supported(including_emulation=False) else able - {"bf16"}
+        capabilities: frozenset[str] = self.below.capabilities(device)
+        # On chips before the S4000 (capability 2.2) torch_musa stores bfloat16 but cannot compute with it.
+        return (
+            capabilities
+            if self.musa.is_bf16_supported(including_emulation=False)
+            else capabilities - {"bf16"}
+        )
 
 
 def _mudnn() -> Any:
-    """Return the module in which torch_musa keeps its switches."""
+    """Return the module with torch_musa's switches."""
     return torch.backends.mudnn  # type: ignore[attr-defined]  # torch_musa puts it there
 
 

@@ -1,7 +1,4 @@
-"""The options of section `npu`.
-
-What is unset stays as torch_npu, or the user, has it.
-"""
+"""Options of section `npu`. Unset options keep the value of torch_npu or of the user's script."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Ascend NPUs.
+"""Device plugin `npu`: Ascend NPUs.
 
-The base layer runs them through `torch.npu`; here is only what it cannot know.
+Core's base layer runs the device through `torch.npu`; this module adds the parts that are specific to the
+vendor.
 """
 
 from __future__ import annotations
@@ -26,17 +27,14 @@ __all__ = ["NpuDevice", "environment_report", "vendor", "verify"]
 
 
 def vendor() -> Any:
-    """torch_npu's device module.
-
-    Importing the library is what gives torch its `npu` type.
-    """
+    """Return torch_npu's device module; importing torch_npu registers the device type `npu` with torch."""
     import torch_npu
 
     return torch_npu.npu
 
 
 def verify() -> str | None:
-    """None if torch can really compute on an NPU here, else why not."""
+    """Return the reason why torch cannot compute on an NPU here; None if it can."""
     if vendor().is_available():
         return None
     return "torch_npu loads but finds no usable NPU; npu-smi info says whether the driver works"
@@ -63,16 +61,19 @@ class NpuDevice:
 
     @implements(hooks.refuse)
     def refuse(self, config: RunConfig) -> Sequence[str]:
-        asked, found = self.config.cpu_affinity, os.environ.get(machine.AFFINITY)
-        if asked in (None, found):
+        option, variable = self.config.cpu_affinity, os.environ.get(machine.AFFINITY)
+        if option in (None, variable):
             return ()
-        where = f"{machine.AFFINITY}={found!r}, which torch_npu reads"
-        return [f"npu.cpu_affinity is {asked!r}, but {where}\nunset the variable, or leave the option out"]
+        reason = (
+            f"npu.cpu_affinity is {option!r}, but torch_npu reads {machine.AFFINITY}={variable!r}\n"
+            "unset the variable, or leave the option out"
+        )
+        return [reason]
 
     @implements(hooks.capabilities)
     def capabilities(self, device: torch.device) -> frozenset[str]:
-        able: frozenset[str] = self.below.capabilities(device)
-        return able if self.npu.is_bf16_supported() else able - {"bf16"}
+        capabilities: frozenset[str] = self.below.capabilities(device)
+        return capabilities if self.npu.is_bf16_supported() else capabilities - {"bf16"}
 
     @implements(hooks.grad_scaler)
     def grad_scaler(self, unit: Unit) -> GradScaler | None:
@@ -90,8 +91,8 @@ class NpuDevice:
         if isinstance(unit.hooks.grad_scaler(unit), self.npu.amp.GradScaler):
             return ()
         reason = (
-            "fp16: overflow saturates on this NPU, which torch_npu's loss scaler alone sees; strategy"
-            f" {unit.strategy!r} has its own\nuse mixed_precision bf16 or 'no', or strategy ddp"
+            "fp16: overflow saturates on this NPU, and only torch_npu's loss scaler detects it; strategy"
+            f" {unit.strategy!r} has its own loss scaler\nuse mixed_precision bf16 or 'no', or strategy ddp"
         )
         return [reason]
 
@@ -100,13 +101,13 @@ class NpuDevice:
 
 
 def _saturating(npu: Any) -> Any:
-    """Return torch_npu's class of loss scalers.
+    """Return torch_npu's loss scaler class, which reads overflow from a status flag of the chip.
 
-    They see overflow in a status flag of the chip; gradients stay finite.
+    Gradients stay finite on chips whose overflow saturates, so torch's scaler would never see an overflow.
     """
 
     class Scaler(npu.amp.GradScaler):  # type: ignore[misc]
-        """Takes the state of torch's too."""
+        """A scaler that also loads the state of torch's scaler, which has no `dynamic`."""
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
             super().load_state_dict({"dynamic": True, **state})

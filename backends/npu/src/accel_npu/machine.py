@@ -1,7 +1,4 @@
-"""The machine's NPUs, from files and the environment.
-
-No torch, no Ascend library.
-"""
+"""The machine's NPUs, read from files and the environment without torch or an Ascend library."""
 
 from __future__ import annotations
 
@@ -28,12 +25,14 @@ ROOT = Path("/")
 
 
 def probe() -> str | None:
-    """None if an NPU can be expected here, else why not."""
+    """Return the reason why no NPU can be used here; None if one can be expected."""
     vendor, torch = _version("torch_npu"), _version("torch")
     if vendor is None:
         return f"torch_npu is not installed; {install_hint('backends/npu[runtime]')}"
     if torch is None or torch.split(".")[:2] != vendor.split(".")[:2]:
-        return f"torch_npu {vendor} was built for another torch than {torch}; install the pair it names"
+        return (
+            f"torch_npu {vendor} was not built for torch {torch}; install torch and torch_npu of one release"
+        )
     if find_runtime() is None:
         return (
             f"torch_npu is installed but CANN's {RUNTIME} is not found; install the CANN toolkit,"
@@ -47,10 +46,7 @@ def probe() -> str | None:
 
 
 def find_runtime() -> Path | None:
-    """CANN's runtime library.
-
-    Where its set_env.sh points, else where its installer puts it.
-    """
+    """Return CANN's runtime library from the folders of set_env.sh, else from the default folder."""
     folders = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
     for variable in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"):
         if home := os.environ.get(variable):
@@ -62,15 +58,16 @@ def find_runtime() -> Path | None:
 
 def chip_count() -> int:
     """Return the number of NPUs that a process of this environment sees."""
-    there, visible = _chips(), os.environ.get(VISIBLE)
+    present, visible = _chips(), os.environ.get(VISIBLE)
     if visible is None:
-        return there
-    # As torch_npu reads it: ascending numbers up to the first that is not a chip; another character ends it.
+        return present
+    # torch_npu's rules: ascending numbers up to the first that is not a chip. Any other character ends the
+    # list.
     listed = re.match(r"[\d,]*", visible)
     numbers = [int(entry) for entry in takewhile(bool, listed[0].split(",") if listed else ())]
     if numbers != sorted(set(numbers)):
         return 0
-    return sum(number < there for number in numbers)
+    return sum(number < present for number in numbers)
 
 
 def _chips() -> int:
@@ -90,6 +87,6 @@ def visible_devices(config: RunConfig) -> int:
 
 
 def launch_environment(config: RunConfig, world: World) -> Mapping[str, str]:
-    """Return the variables that are read when the vendor's library is imported."""
+    """Return the environment variables that the vendor's library reads when it is imported."""
     affinity = getattr(config.plugins.get("npu"), "cpu_affinity", None)
     return {AFFINITY: affinity} if affinity else {}

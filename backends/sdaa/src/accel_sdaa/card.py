@@ -1,4 +1,4 @@
-"""The card, what it names, and nothing of torch or of the vendor."""
+"""The card and the functions that it names. Imports neither torch nor the vendor's library."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["SDAA", "device_count", "probe", "visible_devices"]
 VISIBLE = "SDAA_VISIBLE_DEVICES"
 NODE = "tcaicard"
 NODES = Path("/dev")
-"""Folder of device files; tests use one of their own."""
+"""Folder of device files; tests use another folder."""
 
 
 def probe() -> str | None:
-    """None if an SDAA device can be expected here, else why not."""
+    """Return the reason why no SDAA device can be used here; None if one can be expected."""
     if find_spec("torch_sdaa") is None:
-        return "torch_sdaa is not installed; Tecorigin gives it to customers"
+        return "torch_sdaa is not installed; ask Tecorigin for it"
     if not _nodes():
         return f"this machine or container is given no SDAA device (no {NODES}/{NODE}0)"
     if device_count() == 0:
@@ -33,11 +33,11 @@ def probe() -> str | None:
 
 def device_count() -> int:
     """Return the number of devices that a process of this environment sees."""
-    there, visible = _nodes(), os.environ.get(VISIBLE)
+    present, visible = _nodes(), os.environ.get(VISIBLE)
     if visible is None:
-        return there
-    # How the runtime reads another list is not published: entries beyond the devices are left out.
-    return min(there, len([entry for entry in visible.split(",") if entry.strip()]))
+        return present
+    # The runtime's rules for longer lists are not published. Entries beyond the devices are not counted.
+    return min(present, len([entry for entry in visible.split(",") if entry.strip()]))
 
 
 def _nodes() -> int:

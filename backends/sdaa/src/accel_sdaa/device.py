@@ -1,6 +1,7 @@
-"""Tecorigin SDAA devices, unverified.
+"""Device plugin `sdaa`: Tecorigin SDAA devices, unverified.
 
-The base layer runs them through `torch.sdaa`; here is only what it cannot know.
+Core's base layer runs the device through `torch.sdaa`; this module adds the parts that are specific to the
+vendor.
 """
 
 from __future__ import annotations
@@ -21,17 +22,14 @@ __all__ = ["SdaaDevice", "environment_report", "vendor", "verify"]
 
 
 def vendor() -> Any:
-    """Return torch_sdaa's device module.
-
-    Importing the library gives torch its `sdaa` type.
-    """
+    """Return torch_sdaa's device module; importing torch_sdaa registers the device type `sdaa` with torch."""
     import torch_sdaa  # noqa: F401
 
     return torch.get_device_module("sdaa")
 
 
 def verify() -> str | None:
-    """None if torch can really compute on an SDAA device here, else why not."""
+    """Return the reason why torch cannot compute on an SDAA device here; None if it can."""
     if vendor().is_available():
         return None
     return "torch_sdaa loads but finds no usable device; teco-smi says whether the driver works"
@@ -48,8 +46,8 @@ class SdaaDevice:
 
     @implements(hooks.capabilities)
     def capabilities(self, device: torch.device) -> frozenset[str]:
-        able: frozenset[str] = self.below.capabilities(device)
-        return able if self.sdaa.is_bf16_supported() else able - {"bf16"}
+        capabilities: frozenset[str] = self.below.capabilities(device)
+        return capabilities if self.sdaa.is_bf16_supported() else capabilities - {"bf16"}
 
 
 def environment_report() -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""The options of section `fp8_torchao`."""
+"""Options of section `fp8_torchao`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Float8Config(KwargsHandler):
         0, minimum=0, help="Layers with fewer in_features or out_features stay as they are."
     )
     multiple_of: int = option(
-        16, minimum=1, help="Layers whose features are not multiples of it stay; GPUs need 16, CPUs 1."
+        16, minimum=1, help="Layers whose features are not multiples of this stay; GPUs need 16, CPUs 1."
     )
     first_and_last: bool = option(False, help="Also convert the model's first and last linear layer.")
     filter: Callable[..., bool] | None = option(
@@ -50,8 +50,8 @@ class Float8Config(KwargsHandler):
     def __attrs_post_init__(self) -> None:
         if self.config is not None and (self.recipe != RECIPES[0] or self.pad_inner_dim or self.emulate):
             raise ValueError(
-                "fp8_torchao.config is given, and beside it recipe, pad_inner_dim or emulate, which it has"
-                "\nset them in the config, or leave it out"
+                "fp8_torchao.config is set together with recipe, pad_inner_dim or emulate, which it replaces"
+                "\nset these in the config, or leave the config out"
             )
         for name in ("only", "skip"):
             try:
@@ -64,5 +64,5 @@ class Float8Config(KwargsHandler):
 
     @property
     def gathers(self) -> bool:
-        """True if weights are gathered in float8, by whichever option."""
+        """True if weights are gathered in float8, by `all_gather` or by `config`."""
         return self.all_gather or bool(getattr(self.config, "enable_fsdp_float8_all_gather", False))

@@ -1,4 +1,4 @@
-"""Conversion of linear layers to torchao's, in place, and back."""
+"""Conversion of linear layers to torchao's float8 layers, in place, and back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["convert", "library_config", "refuse_scaled_inputs", "try_recipe"]
 
 TILE = 16
-"""The number of which a GPU's float8 product needs multiples."""
+"""Dimensions of a GPU's float8 product must be multiples of this number."""
 
 
 def _convert_layer(layer: nn.Linear, library: Any) -> nn.Linear:
@@ -36,7 +36,7 @@ def _convert_layer(layer: nn.Linear, library: Any) -> nn.Linear:
 def library_config(config: Float8Config) -> Any:
     """Return torchao's `Float8LinearConfig` for the options."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # see above
         from torchao.float8 import Float8LinearConfig
 
     if config.config is not None:
@@ -46,10 +46,10 @@ def library_config(config: Float8Config) -> Any:
 
 
 def try_recipe(library: Any, device: torch.device, asked: str) -> None:
-    """Train one small layer on the device.
+    """Train one small layer on the device, and raise if it fails.
 
     Raises:
-        ConfigError: the chip, or this torch on it, cannot compute so; the reason is torch's.
+        ConfigError: the chip, or this torch on it, cannot compute the recipe; with torch's reason.
     """
     layer = nn.utils.skip_init(nn.Linear, TILE, TILE, bias=False, device=device, dtype=torch.bfloat16)
     nn.init.ones_(layer.weight)
@@ -58,42 +58,46 @@ def try_recipe(library: Any, device: torch.device, asked: str) -> None:
     try:
         with torch.enable_grad(), torch.autocast(device.type, enabled=False):
             _convert_layer(layer, plain)(x).sum().backward()
-    except Exception as error:  # torch and torchao raise all kinds where a kernel is missing
+    except Exception as error:  # torch and torchao raise errors of any class if a kernel is missing
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"{asked}: {device} cannot compute it: {type(error).__name__}: {reason}\n"
-            "choose another fp8_torchao.recipe, or fp8_torchao.emulate: true to see its numbers here"
+            "choose another fp8_torchao.recipe, or set fp8_torchao.emulate: true to compute it without float8"
         ) from error
 
 
 def convert(
     model: nn.Module, chosen: Mapping[str, nn.Linear], library: Any, kind: str
 ) -> list[Callable[[], None]]:
-    """Have the chosen layers compute in float8; the functions returned undo it.
+    """Convert the chosen layers to float8 in place, and return functions that undo it.
 
     A layer stays the same object, with its parameters, hooks, training mode and attributes. Weights that are
-    gathered in float8 (`enable_fsdp_float8_all_gather`) become new parameters, for good. Tied ones do not:
-    those would come apart.
+    gathered in float8 (`enable_fsdp_float8_all_gather`) become new parameters, which is not undone. Tied
+    weights stay as they are: a new parameter per layer would break the tie.
 
-    kind: the device type whose autocast casts the input.
+    Args:
+        model: the model, in which ties are searched.
+        chosen: name -> layer to convert.
+        library: torchao's Float8LinearConfig.
+        kind: the device type whose autocast casts the input.
     """
-    tied: set[Tensor] = _tied(model) if library.enable_fsdp_float8_all_gather else set()
+    tied: set[Tensor] = _tied_parameters(model) if library.enable_fsdp_float8_all_gather else set()
     whole = replace(library, enable_fsdp_float8_all_gather=False)
     undo: list[Callable[[], None]] = []
     for name, layer in chosen.items():
         converted = _convert_layer(layer, whole if layer.weight in tied else library)
         undo.append(_become(layer, converted))
         checks = kind != "cpu" and not library.emulate
-        hook = layer.register_forward_pre_hook(_Input(name, kind, checks=checks), with_kwargs=True)
+        hook = layer.register_forward_pre_hook(_CastInput(name, kind, checks=checks), with_kwargs=True)
         undo.append(hook.remove)
     return undo
 
 
 def refuse_scaled_inputs(chosen: Mapping[str, nn.Linear], library: Any) -> list[Callable[[], None]]:
-    """Have the first forward raise where an input is in float8 with one scale.
+    """Add hooks that raise in the first forward if an input is already in float8 with one scale.
 
-    torchao's parallel styles cast so, also where the recipe has a scale for each row. The functions returned
-    undo it.
+    torchao's parallel styles cast inputs with one scale per tensor even if the recipe has a scale per row.
+    The products would silently have the wrong scales. Returns functions that remove the hooks.
     """
     if library.cast_config_input.scaling_granularity.name != "AXISWISE":
         return []
@@ -103,21 +107,21 @@ def refuse_scaled_inputs(chosen: Mapping[str, nn.Linear], library: Any) -> list[
 def _refuse_scaled_input(name: str, layer: nn.Linear) -> Callable[[], None]:
     from torchao.float8.distributed_utils import tensor_already_casted_to_fp8
 
-    def look(_: nn.Module, args: Any) -> None:
+    def check_input(_: nn.Module, args: Any) -> None:
         handle.remove()
         if tensor_already_casted_to_fp8(args[0]):
             raise ConfigError(
                 f"fp8-torchao: layer {name} gets an input that is in float8 with one scale, as torchao's"
                 " parallel styles cast it, and the recipe has a scale for each row\n"
-                "set fp8_torchao.recipe: tensorwise, or take torch's ColwiseParallel and RowwiseParallel"
+                "set fp8_torchao.recipe: tensorwise, or use torch's ColwiseParallel and RowwiseParallel"
             )
 
-    handle = layer.register_forward_pre_hook(look)
+    handle = layer.register_forward_pre_hook(check_input)
     return handle.remove
 
 
 def _become(layer: nn.Linear, converted: nn.Linear) -> Callable[[], None]:
-    """Give a layer the class and the settings of the converted one."""
+    """Give a layer the class and the settings of its converted copy; return a function that undoes it."""
     plain = vars(nn.Linear(1, 1, device="meta"))
     settings = {key: value for key, value in vars(converted).items() if key not in plain}
     before = {key: value for key, value in vars(layer).items() if key in settings}
@@ -137,18 +141,21 @@ def _become(layer: nn.Linear, converted: nn.Linear) -> Callable[[], None]:
     return undo
 
 
-def _tied(model: nn.Module) -> set[Tensor]:
+def _tied_parameters(model: nn.Module) -> set[Tensor]:
     named = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
     return {parameter for parameter in named if sum(other is parameter for other in named) > 1}
 
 
 @frozen(eq=False)
-class _Input:
-    """A hook that casts the input as autocast does for an ordinary layer.
+class _CastInput:
+    """A forward pre-hook that casts the input as autocast does for an ordinary layer.
 
-    torchao does so on CUDA only.
+    torchao's own layers do so on CUDA only.
 
-    checks: refuse numbers of tokens that a GPU's product of gradients cannot take.
+    Attributes:
+        name: name of the layer.
+        kind: device type whose autocast is read.
+        checks: refuse numbers of tokens that a GPU's product for the weight's gradient does not support.
     """
 
     name: str
@@ -156,7 +163,7 @@ class _Input:
     checks: bool
 
     def __call__(self, layer: Any, args: Any, kwargs: Any) -> Any:
-        if not args:  # a caller may name it
+        if not args:  # the caller passed the input by name
             args, kwargs = (kwargs["input"],), {}
         x: Tensor = args[0]
         if torch.is_autocast_enabled(self.kind):
@@ -171,6 +178,6 @@ class _Input:
         if tokens % TILE and not library.pad_inner_dim and not high:
             raise AccelError(
                 f"fp8-torchao: layer {self.name or 'the model'} gets {tokens} tokens (shape {list(x.shape)}),"
-                f" and the gradient of its weight multiplies float8 matrices of multiples of {TILE} only\n"
-                "set fp8_torchao.pad_inner_dim: true, or take batches of such a number of tokens"
+                f" and the gradient of its weight needs a multiple of {TILE} tokens\n"
+                "set fp8_torchao.pad_inner_dim: true, or use batches with such a number of tokens"
             )

@@ -1,4 +1,4 @@
-"""The linear layers of a model: which compute in float8, and why others stay."""
+"""Selection of the linear layers that compute in float8, with a reason for each other layer."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ __all__ = ["Choice", "choose"]
 
 @frozen
 class Choice:
-    """The linear layers of a model.
-
-    chosen: name -> layer to convert. skipped: name of each other one -> the reason.
-    """
+    """The linear layers of a model, divided into layers to convert and layers that stay."""
 
     chosen: Mapping[str, nn.Linear]
+    """Name -> layer to convert."""
     skipped: Mapping[str, str]
+    """Name of a layer that stays -> the reason."""
 
 
 def choose(model: nn.Module, config: Float8Config) -> Choice:
-    """Select the layers that the options ask for; the model stays as it is."""
+    """Return the layers to convert under the options; the model is not changed."""
     named = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     ends = () if config.first_and_last else (next(iter(named), None), next(reversed(named), None))
     chosen: dict[str, nn.Linear] = {}
     skipped: dict[str, str] = {}
     for name, layer in named.items():
-        where = "the first or last linear layer (first_and_last)" if name in ends else ""
-        reason = _unfit(layer) or _refused(config, layer, name) or where
+        at_end = "the first or last linear layer (first_and_last)" if name in ends else ""
+        reason = _reason_of_layer(layer) or _reason_of_options(config, layer, name) or at_end
         if reason:
             skipped[name] = reason
         else:
@@ -43,7 +42,8 @@ def choose(model: nn.Module, config: Float8Config) -> Choice:
     return Choice(chosen, skipped)
 
 
-def _unfit(layer: nn.Linear) -> str:
+def _reason_of_layer(layer: nn.Linear) -> str:
+    """Return the reason why this layer cannot be converted, or an empty string."""
     if type(layer) is not nn.Linear:
         return f"a {type(layer).__name__}, whose own forward would be lost"
     if "forward" in vars(layer):
@@ -57,7 +57,8 @@ def _unfit(layer: nn.Linear) -> str:
     return ""
 
 
-def _refused(config: Float8Config, layer: nn.Linear, name: str) -> str:
+def _reason_of_options(config: Float8Config, layer: nn.Linear, name: str) -> str:
+    """Return the option that leaves this layer out, or an empty string."""
     features = (layer.in_features, layer.out_features)
     shape = f"{layer.in_features} to {layer.out_features} features"
     if config.only is not None and not re.fullmatch(config.only, name):
@@ -67,7 +68,7 @@ def _refused(config: Float8Config, layer: nn.Linear, name: str) -> str:
     if min(features) < config.min_features:
         return f"{shape}, less than min_features {config.min_features}"
     if any(size % config.multiple_of for size in features):
-        return f"{shape}, no multiples of {config.multiple_of} (multiple_of)"
+        return f"{shape}, not multiples of {config.multiple_of} (multiple_of)"
     if config.filter is not None and not config.filter(layer, name):
         return "the filter refuses it"
     return ""

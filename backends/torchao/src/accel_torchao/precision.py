@@ -28,7 +28,7 @@ __all__ = ["Float8"]
 
 
 class Float8:
-    """Conversion in phase `convert`, before a strategy shards or wraps the model."""
+    """Precision `fp8-torchao`. Layers are converted before a strategy shards or wraps the model."""
 
     below: Any
 
@@ -65,7 +65,7 @@ class Float8:
             raise ConfigError(
                 f"fp8-torchao: no layer of the {type(model).__name__} would compute in float8"
                 f" ({skipped or 'it has no linear layer'})\n"
-                "change what keeps them (section fp8_torchao), or train with mixed_precision: bf16"
+                "change the options in section fp8_torchao, or train with mixed_precision: bf16"
             )
         library = self._checked_library()
         self._choices.setdefault(unit, []).append(choice)
@@ -75,7 +75,7 @@ class Float8:
 
     @implements(hooks.release)
     def release(self, unit: Unit) -> None:
-        """Give the layers back as they were: a later run may ask for another precision."""
+        """Convert the layers back, because a later run may use another precision."""
         for undo in self._undo.pop(unit, ()):
             undo()
 
@@ -104,11 +104,13 @@ class Float8:
         ]
 
     def _checked_library(self) -> Any:
-        """Return torchao's config, which the device was seen to compute."""
+        """Return torchao's config after a trial on the run's device."""
         if self._library is None:
             library = library_config(self.config)
-            asked = "fp8_torchao.config" if self.config.config else f"fp8_torchao.recipe {self.config.recipe}"
-            try_recipe(library, self.run.device, asked)
+            source = (
+                "fp8_torchao.config" if self.config.config else f"fp8_torchao.recipe {self.config.recipe}"
+            )
+            try_recipe(library, self.run.device, source)
             self._library = replace(library, enable_fsdp_float8_all_gather=self.config.gathers)
         return self._library
 
@@ -129,6 +131,6 @@ def _contexts(kind: str, *, cache_enabled: bool | None) -> AbstractContextManage
 
 @contextmanager
 def _outside_inference(context: AbstractContextManager[Any]) -> Iterator[None]:
-    # torchao's tensors have no operations in inference mode.
+    # torchao's tensors do not support operations in inference mode.
     with torch.inference_mode(False), torch.no_grad(), context:
         yield

@@ -1,4 +1,4 @@
-"""Quantised weights, for inference and under trained adapters."""
+"""Quantised weights, for inference and for training adapters."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 __all__ = ["SCHEMES", "load_quantized", "quantize", "quantizer"]
 
 SCHEMES = ("int8", "int8_dynamic", "int4", "int4_dynamic", "float8", "float8_dynamic")
-"""Weights only, or activations too, quantised in each forward ("dynamic")."""
+"""Schemes quantise weights only, or with "dynamic" also the activations in each forward."""
 
 
 def quantize(model: nn.Module, scheme: Any, *, only: str | None = None, skip: str | None = None) -> nn.Module:
-    """Quantise the weights of a model's linear layers, and return the model.
+    """Quantise the weights of a model's linear layers in place, and return the model.
 
-    In place, before `prepare`. Such weights are frozen. `accelerator.save_state` stores them as they are, and
-    so does `save_model(..., safe_serialization=False)`, from which `load_quantized` reads them.
+    Call it before `prepare`. Quantised weights are frozen. `accelerator.save_state` and
+    `save_model(..., safe_serialization=False)` store them quantised; `load_quantized` reads the latter.
 
     Args:
-        model: on any device, the meta device included. Layers whose weight is tied stay as they are.
-        scheme: a word of `SCHEMES`, or one of torchao's own configs for `quantize_`.
+        model: on any device, the meta device included. Layers with a tied weight are not quantised.
+        scheme: a word of `SCHEMES`, or a config of torchao for `quantize_`.
         only: pattern of the whole names of the layers to quantise; None: all.
-        skip: pattern of the whole names of layers to leave.
+        skip: pattern of the whole names of layers that are not quantised.
 
     Raises:
-        ConfigError: no such scheme, no layer is left to quantise, or torchao cannot do it here. An error of
-            memory that runs out stays as it is.
+        ConfigError: the scheme is unknown, no layer is selected, or torchao cannot apply the scheme here. An
+            out-of-memory error is raised unchanged.
     """
     return quantizer(model, scheme, only=only, skip=skip)("", model)
 
@@ -49,25 +49,25 @@ def quantizer(
 ) -> Callable[[str, nn.Module], nn.Module]:
     """Return a function that quantises one block of a model: (name, block) -> block.
 
-    accel-big-models loads with it: `load(model, checkpoint, plan, convert=quantizer(model, "int8"))` reads a
-    block, quantises it on its device and keeps it there, so that only one block has weights of full size.
+    It is an argument for `load` of accel-big-models: `load(model, checkpoint, plan, convert=quantizer(model,
+    "int8"))` reads each block and quantises it on its device, so only one block has weights of full size.
 
     Args:
-        model: with shapes and ties; on the meta device it needs no memory.
+        model: the model, of which only shapes and ties are read; it may be on the meta device.
         scheme: see `quantize`.
         only: see `quantize`.
         skip: see `quantize`.
 
     Raises:
-        ConfigError: as `quantize` does.
+        ConfigError: see `quantize`.
     """
     config = _config(scheme)
     chosen = _layers(model, only, skip)
     if not chosen:
         raise ConfigError(
-            f"quantize: no linear layer of the {type(model).__name__} is left"
+            f"quantize: no linear layer of the {type(model).__name__} is selected"
             f" (only {only!r}, skip {skip!r})\n"
-            "give patterns of whole names of named_modules(), and untie the weights of layers to quantise"
+            "use patterns of whole names of named_modules(), and untie the weights of layers to quantise"
         )
     layers = set(chosen.values())
 
@@ -83,7 +83,7 @@ def _quantize(block: nn.Module, config: Any, scheme: Any, layers: AbstractSet[nn
     try:
         _library().quantize_(block, config, filter_fn=lambda module, name: module in layers)
     except (ImportError, AssertionError, RuntimeError, NotImplementedError) as error:
-        if is_out_of_memory(error):  # another scheme would find no more
+        if is_out_of_memory(error):  # another scheme would not help
             raise
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
@@ -94,14 +94,14 @@ def _quantize(block: nn.Module, config: Any, scheme: Any, layers: AbstractSet[nn
 
 
 def load_quantized(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
-    """Load what `save_model` wrote into a model of the same class.
+    """Load the files of `save_model` into a model of the same class, quantised weights included.
 
-    Quantised weights come back as they were. The model need not be quantised; one on the meta device has
-    no other weights. An error leaves the model as it was.
+    The model need not be quantised, and may be on the meta device. If an error is raised, the model is not
+    changed.
 
     Raises:
         ConfigError: the folder has no `pytorch_model*.bin`.
-        CheckpointError: a file is damaged or missing, or is of another model.
+        CheckpointError: a file is damaged, missing, or of another model.
     """
     files = sorted(Path(folder).glob("pytorch_model*.bin"))
     if not files:
@@ -109,7 +109,7 @@ def load_quantized(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modul
             f"load_quantized: {folder} has no pytorch_model*.bin\n"
             "save with accelerator.save_model(model, folder, safe_serialization=False)"
         )
-    _library()  # which tells torch.load what classes its tensors have
+    _library()  # the import registers the classes of torchao's tensors with torch.load
     state: dict[str, Tensor] = {}
     for file in files:
         try:
@@ -118,7 +118,8 @@ def load_quantized(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modul
             raise CheckpointError(f"{file} cannot be read: {error}\ncopy it again", path=str(file)) from error
     _compare(model, state, folder)
     ties = _ties(model)
-    model.load_state_dict(state, assign=True)  # which gives each name a parameter of its own
+    # With assign=True each name gets its own parameter, so ties are restored afterwards.
+    model.load_state_dict(state, assign=True)
     for first, others in ties:
         for module, key in others:
             setattr(module, key, model.get_parameter(first))
@@ -127,33 +128,34 @@ def load_quantized(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modul
 
 
 def _compare(model: nn.Module, state: Mapping[str, Tensor], folder: str | os.PathLike[str]) -> None:
-    """Raise unless the model's names and shapes are those of the files."""
-    mine: dict[str, Any] = model.state_dict()
-    kept = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
-    problems = [f"the files lack {name}" for name in mine if name not in state]
-    problems += [f"the model lacks {name}" for name in state if name not in mine]
+    """Raise CheckpointError unless the model and the files have the same names and shapes."""
+    expected: dict[str, Any] = model.state_dict()
+    persistent = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+    problems = [f"the files lack {name}" for name in expected if name not in state]
+    problems += [f"the model lacks {name}" for name in state if name not in expected]
     problems += [
         f"{name} has shape {list(state[name].shape)}, and the model's {list(tensor.shape)}"
-        for name, tensor in mine.items()
+        for name, tensor in expected.items()
         if isinstance(tensor, Tensor) and name in state and state[name].shape != tensor.shape
     ]
     problems += [
         f"{name} is on the meta device, and no checkpoint has it"
         for name, buffer in model.named_buffers()
-        if buffer.is_meta and id(buffer) not in kept
+        if buffer.is_meta and id(buffer) not in persistent
     ]
     if problems:
         more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise CheckpointError(
             f"{os.fspath(folder)} does not fit this {type(model).__name__}: {'; '.join(problems[:8])}{more}\n"
-            "give all files of the model that was saved; accel_big_models.empty_weights() keeps buffers real",
+            "use all files of the model that was saved; accel_big_models.empty_weights() keeps buffers real",
             path=os.fspath(folder),
         )
 
 
 def _library() -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of its own import, for kernels that this machine lacks
+        # At its import torchao warns about kernels that this machine does not have.
+        warnings.simplefilter("ignore")
         from torchao import quantization
     return quantization
 
@@ -178,13 +180,13 @@ def _config(scheme: Any) -> Any:
 
 
 def _layers(model: nn.Module, only: str | None, skip: str | None) -> dict[str, nn.Linear]:
-    """Return the layers to quantise by name; tied ones would come apart."""
-    for given, pattern in (("only", only), ("skip", skip)):
+    """Return name -> layer to quantise; layers with a tied weight are left out, or the tie would break."""
+    for argument, pattern in (("only", only), ("skip", skip)):
         try:
             re.compile(pattern or "")
         except re.error as error:
             raise ConfigError(
-                f"quantize: {given}={pattern!r} is not a regular expression: {error}\nescape it, or fix it"
+                f"quantize: {argument}={pattern!r} is not a regular expression: {error}\nescape it, or fix it"
             ) from None
     count: dict[Tensor, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
@@ -201,7 +203,7 @@ def _layers(model: nn.Module, only: str | None, skip: str | None) -> dict[str, n
 
 
 def _ties(model: nn.Module) -> list[tuple[str, list[tuple[nn.Module, str]]]]:
-    """Return each tied parameter: its first name, and the other places that hold it."""
+    """Return (first name, other (module, key) that hold it) for each tied parameter."""
     names: dict[Tensor, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)

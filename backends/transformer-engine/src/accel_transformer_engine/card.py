@@ -14,8 +14,8 @@ def _probe() -> str | None:
         return None
     if find_spec("habana_frameworks"):
         return (
-            "Gaudi's own Transformer Engine is not served: nothing published says where its layers keep their"
-            " scales, so no checkpoint could hold them; set mixed_precision: bf16"
+            "Gaudi's Transformer Engine is not supported: the attributes with its scales are not documented,"
+            " so no checkpoint could hold them; set mixed_precision: bf16"
         )
     return "transformer-engine is not installed (pip install 'transformer-engine[pytorch]')"
 

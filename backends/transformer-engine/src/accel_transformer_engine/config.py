@@ -1,4 +1,4 @@
-"""The options of section `fp8_te`."""
+"""Options of section `fp8_te`."""
 
 from __future__ import annotations
 
@@ -37,11 +37,13 @@ class TransformerEngineConfig(KwargsHandler):
     )
     reduce_amax: bool | None = option(None, help="Delayed scaling: all ranks have the same scales.")
     high_precision_backward: bool = option(
-        False, help="Compute gradients in bfloat16, of the inputs and weights as they were before rounding."
+        False, help="Compute gradients in bfloat16, from inputs and weights before their rounding to float8."
     )
-    in_evaluation: bool = option(False, help="Compute in float8 also when no model of the unit trains.")
+    in_evaluation: bool = option(
+        False, help="Compute in float8 also if no model of the unit is in training mode."
+    )
     norms: bool = option(True, help="Also convert LayerNorm and RMSNorm, to Transformer Engine's kernels.")
-    pad_tokens: bool = option(False, help="Pad odd numbers of tokens in each layer.")
+    pad_tokens: bool = option(False, help="Pad numbers of tokens that the recipe cannot multiply.")
     only: str | None = option(None, help="Pattern of whole layer names; other layers stay as they are.")
     skip: str | None = option(None, help="Pattern of whole layer names that stay as they are.")
     filter: Callable[..., bool] | None = option(
@@ -56,18 +58,18 @@ class TransformerEngineConfig(KwargsHandler):
 
     def __attrs_post_init__(self) -> None:
         self._check_patterns()
-        given = [name for name in (*DELAYED, "format") if getattr(self, name) is not None]
-        given += ["high_precision_backward"] * self.high_precision_backward
-        if self.te_recipe is not None and (given or self.recipe != "auto"):
+        options = [name for name in (*DELAYED, "format") if getattr(self, name) is not None]
+        options += ["high_precision_backward"] * self.high_precision_backward
+        if self.te_recipe is not None and (options or self.recipe != "auto"):
             raise ValueError(
-                f"fp8_te.te_recipe is given, and beside it {', '.join(given) or 'recipe'}, which it has"
-                "\nset them in the recipe, or leave it out"
+                f"fp8_te.te_recipe is set together with {', '.join(options) or 'recipe'}, which it replaces"
+                "\nset these in the recipe, or leave the recipe out"
             )
-        delayed = [name for name in given if name in DELAYED]
+        delayed = [name for name in options if name in DELAYED]
         if delayed and self.recipe not in ("auto", "delayed"):
             raise ValueError(
-                f"fp8_te.{delayed[0]} is given, but recipe {self.recipe} has no history of maxima"
-                "\nset fp8_te.recipe: delayed, or leave it out"
+                f"fp8_te.{delayed[0]} is set, but recipe {self.recipe} has no history of maxima"
+                "\nset fp8_te.recipe: delayed, or leave the option out"
             )
 
     def _check_patterns(self) -> None:
@@ -85,5 +87,5 @@ class TransformerEngineConfig(KwargsHandler):
 
     @property
     def asks_for_delayed(self) -> bool:
-        """True if options were given that only delayed scaling has."""
+        """True if an option is set that only delayed scaling has."""
         return any(getattr(self, name) is not None for name in DELAYED)

@@ -1,4 +1,4 @@
-"""The input of a converted linear layer: its tokens are counted or padded."""
+"""Preparation of the inputs of converted linear layers, and checks of their forwards and backwards."""
 
 from __future__ import annotations
 
@@ -22,46 +22,43 @@ __all__ = ["Inputs", "prepared"]
 
 @define(eq=False)
 class Inputs:
-    """The preparation of one layer's inputs.
-
-    name: of the layer in the model. unit: has the window with the number of the micro-batch. multiple: of
-    tokens that the recipe's products need. padded: the multiple that tokens are padded to; 0: odd ones are
-    refused.
-    keeps: keep the float8 weights from a window's first micro-batch to its last.
-    """
+    """Preparation of the inputs of one layer."""
 
     name: str
+    """Name of the layer in the model."""
     unit: ref[Unit]
+    """The unit, whose window counts micro-batches."""
     multiple: int
+    """The recipe's products need a multiple of this number of tokens."""
     padded: int
+    """Inputs are padded to a multiple of this number of tokens; 0: other numbers are refused."""
     keeps: bool
-    _kept: tuple[int, int, int] | None = None
+    """Keep the float8 weights from a window's first micro-batch to its last."""
+    _last_weight: tuple[int, int, int] | None = None
+    """Window, address and version of the weight from which the float8 weight was computed."""
     _was_float8: bool = False
 
-    def complete(self, x: Tensor) -> tuple[Tensor, int]:
-        """Return rows of a number that can be multiplied, and how many of them count.
-
-        0: the input is as it came.
-        """
+    def pad_tokens(self, x: Tensor) -> tuple[Tensor, int]:
+        """Return the input padded as the recipe needs, and its number of tokens; 0 if it was not padded."""
         tokens = x.numel() // x.shape[-1]
         if tokens % self.multiple == 0 and not (self.padded and tokens % self.padded):
             return x, 0
         if not self.padded:
             raise AccelError(
                 f"fp8-te: layer {self.name or 'the model'} gets {tokens} tokens (shape {list(x.shape)}), and"
-                f" the recipe multiplies numbers of tokens that are multiples of {self.multiple}\n"
-                "set fp8_te.pad_tokens: true, or take batches of such a number of tokens"
+                f" the recipe needs a multiple of {self.multiple}\n"
+                "set fp8_te.pad_tokens: true, or use batches with such a number of tokens"
             )
         return pad(x.reshape(tokens, x.shape[-1]), (0, 0, 0, -tokens % self.padded)), tokens
 
     def note(self, *, float8: bool) -> None:
-        """Note whether a forward is in float8.
+        """Record a forward and its precision.
 
         Raises:
-            AccelError: it computes a float8 forward again, in another precision.
+            AccelError: the forward recomputes a float8 forward in another precision.
         """
         if not _in_backward():
-            # An evaluation may lie between the forward and its recomputation.
+            # `|=`, because an evaluation in bfloat16 may run between a forward and its recomputation.
             self._was_float8 |= float8
         elif self._was_float8 and not float8:
             raise AccelError(
@@ -71,16 +68,16 @@ class Inputs:
             )
 
     def before(self, *_: Any) -> None:
-        """Note a forward of a layer that is the library's own."""
+        """Record the forward of a layer that was not converted (a forward pre-hook)."""
         self.note(float8=_is_float8())
 
     def after(self, _layer: nn.Module, _args: Any, output: Any) -> None:
-        """Guard the output of a layer that is the library's own."""
+        """Guard the output of a layer that was not converted (a forward hook)."""
         if isinstance(output, torch.Tensor):
             self.guard(output)
 
     def guard(self, output: Tensor) -> Tensor:
-        """Have a backward that is to be differentiated (create_graph) raise AccelError."""
+        """Make a backward with create_graph=True raise AccelError, and return the output."""
         if output.requires_grad and not torch.compiler.is_compiling():
             output.register_hook(self._refuse_graph)
         return output
@@ -90,22 +87,24 @@ class Inputs:
             raise AccelError(
                 f"fp8-te: layer {self.name or 'the model'} gets a backward with create_graph=True:"
                 " Transformer Engine's cannot be differentiated, and a penalty on gradients would train"
-                " nothing\nkeep the layers that the penalty goes through (fp8_te.skip, fp8_te.only), or take"
+                " nothing\nleave the layers of the penalty unconverted (fp8_te.skip, fp8_te.only), or use"
                 " mixed_precision: bf16"
             )
 
     def is_first(self, weight: Tensor) -> bool | None:
-        """Return whether float8 weights are computed anew; None: nothing is kept."""
+        """Return True if the float8 weight must be computed again, False if not; None if none is kept."""
         unit = self.unit()
         if unit is None or not self.keeps or not torch.is_grad_enabled() or unit.window.size < 2:
             return None
-        # Something else than the optimizer may have written the weight within the window, the layer may sit
-        # out a first micro-batch, or compute for another model's loss after the optimizer's step.
+        # "First micro-batch of the window" is not enough. A script may write the weight within a window, the
+        # layer may not run in the first micro-batch, and it may run after the optimizer's step for the loss
+        # of another model, before the next window opens. So the weight's address and version are compared
+        # too, and a forward after the window's last backward counts as a forward of the next window.
         window = unit.window
         is_over = window.boundary and not window.awaits_backward
-        now = window.number + (is_over and not _in_backward()), weight.data_ptr(), weight._version
-        first = window.index <= 0 or now != self._kept
-        self._kept = now
+        current = window.number + (is_over and not _in_backward()), weight.data_ptr(), weight._version
+        first = window.index <= 0 or current != self._last_weight
+        self._last_weight = current
         return first
 
 
@@ -121,7 +120,7 @@ def prepared(kind: type[nn.Module]) -> type[nn.Module]:
             self._inputs.note(float8=float8)
             if not float8:
                 return self._inputs.guard(super().forward(input))
-            rows, count = self._inputs.complete(_differentiable(input, self))
+            rows, count = self._inputs.pad_tokens(_differentiable(input, self))
             first = self._inputs.is_first(self.weight)
             output: Tensor = self._inputs.guard(super().forward(rows, is_first_microbatch=first))
             if not count:
@@ -142,10 +141,10 @@ def _in_backward() -> bool:
 
 
 def _differentiable(x: Tensor, layer: nn.Module) -> Tensor:
-    """Return an input that a checkpointed layer with trainable weights may save.
+    """Return the input, requiring gradients if the layer is checkpointed and has trainable weights.
 
-    The library's function saves more in such a layer's forward than in its recomputation if the input needs
-    no gradient, and then fails in backward.
+    If the input needs no gradient, the library saves other tensors in the layer's forward than in its
+    recomputation, and then fails in backward.
     """
     from transformer_engine.pytorch.distributed import is_fp8_activation_recompute_enabled as in_checkpoint
 

@@ -1,4 +1,4 @@
-"""The layers of a model: which become Transformer Engine's, and why others stay."""
+"""Selection of the layers to convert, with a reason for each other linear layer and norm."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ NORMS = (nn.LayerNorm, nn.RMSNorm)
 
 @frozen
 class Choice:
-    """The linear layers and norms of a model.
-
-    chosen: name -> layer to convert. skipped: name of each other one -> the reason.
-    """
+    """The linear layers and norms of a model, divided into layers to convert and layers that stay."""
 
     chosen: Mapping[str, nn.Module]
+    """Name -> layer to convert."""
     skipped: Mapping[str, str]
+    """Name of a layer that stays -> the reason."""
 
 
 def choose(model: nn.Module, config: TransformerEngineConfig) -> Choice:
-    """Select the layers that the options ask for; the model stays as it is."""
+    """Return the layers to convert under the options; the model is not changed."""
     chosen: dict[str, nn.Module] = {}
     skipped: dict[str, str] = {}
     for name, layer in model.named_modules():
         if not isinstance(layer, (nn.Linear, *NORMS)):
             continue
-        if reason := _unfit(layer) or _refused(config, layer, name):
+        if reason := _reason_of_layer(layer) or _reason_of_options(config, layer, name):
             skipped[name] = reason
         else:
             chosen[name] = layer
     return Choice(chosen, skipped)
 
 
-def _unfit(layer: nn.Module) -> str:
+def _reason_of_layer(layer: nn.Module) -> str:
+    """Return the reason why this layer cannot be converted, or an empty string."""
     if type(layer) not in (nn.Linear, *NORMS):
         return f"a {type(layer).__name__}, whose own forward would be lost"
     if "forward" in vars(layer):
@@ -57,25 +57,26 @@ def _unfit(layer: nn.Module) -> str:
         return f"its weight is a {type(weight).__name__}"
     if not weight.is_floating_point():
         return f"its weight is {weight.dtype}"
-    return _unfit_norm(layer) if isinstance(layer, NORMS) else _unfit_linear(layer)
+    return _reason_of_norm(layer) if isinstance(layer, NORMS) else _reason_of_linear(layer)
 
 
-def _unfit_linear(layer: nn.Module) -> str:
+def _reason_of_linear(layer: nn.Module) -> str:
     assert isinstance(layer, nn.Linear)
     if layer.in_features % 16 or layer.out_features % 16:
-        return f"{layer.in_features} to {layer.out_features} features, no multiples of 16"
+        return f"{layer.in_features} to {layer.out_features} features, not multiples of 16"
     return ""
 
 
-def _unfit_norm(layer: nn.Module) -> str:
+def _reason_of_norm(layer: nn.Module) -> str:
     if isinstance(layer, nn.LayerNorm) and layer.bias is None:
         return "it has no bias"
     if layer.eps is None:
-        return "its eps is that of its input's dtype"
+        return "its eps depends on the dtype of its input"
     return ""
 
 
-def _refused(config: TransformerEngineConfig, layer: nn.Module, name: str) -> str:
+def _reason_of_options(config: TransformerEngineConfig, layer: nn.Module, name: str) -> str:
+    """Return the option that leaves this layer out, or an empty string."""
     if config.only is not None and not re.fullmatch(config.only, name):
         return "its name does not match `only`"
     if config.skip is not None and re.fullmatch(config.skip, name):

@@ -37,11 +37,11 @@ class _Converted:
     fused: list[str] = field(factory=list)
     undo: list[Callable[[], None]] = field(factory=list)
     before: Mapping[str, Entry] | None = None
-    """Scales and histories as they were before a rehearsal; None: there was none."""
+    """Scales and histories from before a rehearsal; None if there was none."""
 
 
 class TransformerEngine:
-    """Conversion in phase `convert`, before a strategy shards or wraps the model."""
+    """Precision `fp8-te`. Layers are converted before a strategy shards or wraps the model."""
 
     below: Any
 
@@ -56,12 +56,12 @@ class TransformerEngine:
     def refuse_unit(
         self, unit: Unit, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
     ) -> Sequence[str]:
-        if self._stands_aside(unit):
+        if self._strategy_has_layers(unit):
             self._checked_recipe()
             return ()
         if unit.mesh is not None and unit.mesh.size("tp") > 1:
             reason = (
-                "fp8-te: layers of Transformer Engine compute no parts of weights that a tensor-parallel plan"
+                "fp8-te: layers of Transformer Engine cannot compute with weights that a tensor-parallel plan"
                 " has split\nleave out tensor parallelism, or use mixed_precision: fp8-torchao"
             )
             return [reason]
@@ -69,7 +69,7 @@ class TransformerEngine:
 
     @implements(hooks.transform_model)
     def transform_model(self, unit: Unit, model: nn.Module, phase: str) -> nn.Module:
-        if phase != "convert" or self._stands_aside(unit):
+        if phase != "convert" or self._strategy_has_layers(unit):
             return model
         recipe = self._checked_recipe()
         done = self._converted.setdefault(unit, _Converted())
@@ -89,11 +89,11 @@ class TransformerEngine:
 
     @implements(hooks.release)
     def release(self, unit: Unit) -> None:
-        """Give the layers back as they were: a later run may ask for another precision."""
+        """Convert the layers back, because a later run may use another precision."""
         done = self._converted.pop(unit, None)
         if done is None:
             return
-        if not self._converted:  # units have their buffers together
+        if not self._converted:  # all units share the library's buffers
             drop_buffers(unit)
         for undo in reversed(done.undo):
             undo()
@@ -101,11 +101,11 @@ class TransformerEngine:
     @implements(hooks.autocast)
     def autocast(self, unit: Unit) -> Callable[[], AbstractContextManager[Any]] | None:
         self._converted.setdefault(unit, _Converted())
-        if self._stands_aside(unit):
+        if self._strategy_has_layers(unit):
             return None
         recipe, group = self._checked_recipe(), self._group(unit)
         if group is None and self.run.world.size > 1 and recipe.delayed():
-            # The library reduces over all ranks where it is given no group.
+            # Without a group the library would reduce over all ranks.
             recipe = copy.copy(recipe)
             recipe.reduce_amax = False
         return partial(self._contexts, unit, recipe, group)
@@ -130,7 +130,7 @@ class TransformerEngine:
 
     @implements(hooks.describe)
     def describe(self, unit: Unit) -> Sequence[str]:
-        if self._stands_aside(unit):
+        if self._strategy_has_layers(unit):
             return [f"float8 ({type(self._recipe).__name__}): the layers of strategy {unit.strategy}"]
         done = self._converted.get(unit, _Converted())
         chosen = [name or "the model" for choice in done.choices for name in choice.chosen]
@@ -141,8 +141,8 @@ class TransformerEngine:
             *(f"not converted: {name or 'the model'}: {reason}" for name, reason in skipped),
         ]
 
-    def _stands_aside(self, unit: Unit) -> bool:
-        """Return True if the strategy's own layers call Transformer Engine."""
+    def _strategy_has_layers(self, unit: Unit) -> bool:
+        """Return True if the strategy has its own layers of Transformer Engine, so that none is converted."""
         card = self.run.cards.get(unit.strategy)
         return card is not None and card.name == "megatron"
 
@@ -159,14 +159,14 @@ class TransformerEngine:
         return self._recipe
 
     def _require_own_layers(self, model: nn.Module, choice: Choice) -> None:
-        """Raise ConfigError unless the model has layers of Transformer Engine itself."""
+        """Raise ConfigError unless the user's model contains layers of Transformer Engine."""
         if any(isinstance(getattr(part, "fp8_meta", None), dict) for part in model.modules()):
             return
         skipped = "; ".join(f"{name or 'the model'}: {why}" for name, why in choice.skipped.items())
         raise ConfigError(
             f"fp8-te: no layer of the {type(model).__name__} would compute in float8"
             f" ({skipped or 'it has no linear layer'})\n"
-            "change what keeps them (section fp8_te), or train with mixed_precision: bf16"
+            "change the options in section fp8_te, or train with mixed_precision: bf16"
         )
 
     def _inputs(self, unit: Unit, name: str) -> Inputs:
@@ -177,15 +177,12 @@ class TransformerEngine:
             unit=ref(unit),
             multiple=multiple,
             padded=padded if self.config.pad_tokens else 0,
-            # Elsewhere a rank would keep copies of weights that it has parts of.
+            # A rank with parts of the weights would otherwise keep float8 copies of whole weights.
             keeps=card is not None and "whole_weights" in card.offers,
         )
 
     def _group(self, unit: Unit) -> Any:
-        """Return the group that maxima are reduced over.
-
-        It has all ranks but those of other pipeline stages.
-        """
+        """Return the group over which maxima are reduced: all ranks of this pipeline stage."""
         if self.run.world.size == 1:
             return None
         mesh = unit.mesh
@@ -197,8 +194,8 @@ class TransformerEngine:
         if recipe.delayed():
             self._forget_rehearsal(unit, recipe)
         options = self.run.config.autocast
-        on = self.config.in_evaluation or any(model.training for model in unit.models)
-        quantized = self._te.autocast(enabled=on, recipe=recipe, amax_reduction_group=group)
+        enabled = self.config.in_evaluation or any(model.training for model in unit.models)
+        quantized = self._te.autocast(enabled=enabled, recipe=recipe, amax_reduction_group=group)
         kind = self.run.device.type
         cast = (
             torch.autocast(kind, dtype=torch.bfloat16, cache_enabled=options.cache_enabled)
@@ -208,7 +205,10 @@ class TransformerEngine:
         return _both(cast, quantized)
 
     def _forget_rehearsal(self, unit: Unit, recipe: Any) -> None:
-        """Return to the maxima before a rehearsal in the first forward after it."""
+        """Save scales and histories in a rehearsal, and restore them in the first forward after it.
+
+        The numbers of a rehearsal are meaningless (see `Unit.rehearsal`), so its maxima must not count.
+        """
         done = self._converted[unit]
         if unit.rehearses:
             done.before = collect(unit) if done.before is None else done.before
@@ -221,8 +221,9 @@ class TransformerEngine:
 def _recomputation(te: Any) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return the contexts of a forward and of its recomputation.
 
-    The library updates the scales wherever its outermost context ends. That of a recomputation is not to be
-    the outermost one, or each recomputed block would push one more row into all histories.
+    The library updates the scales at the end of its outermost context. If the context of a recomputation were
+    the outermost one, each recomputed block would push one more row into all histories. The additional
+    context around it prevents this.
     """
     return nullcontext(), te.autocast(enabled=False)
 

@@ -1,4 +1,4 @@
-"""The recipe of Transformer Engine for the options and the chip."""
+"""Construction of Transformer Engine's recipe from the options, with checks of the chip."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ CLASSES: Final = {
     "block": ("Float8BlockScaling", "is_fp8_block_scaling_available"),
     "nvfp4": ("NVFP4BlockScaling", "is_nvfp4_available"),
 }
-"""Word -> TE's class, and its function that says if the chip can."""
+"""Option `recipe` -> Transformer Engine's class, and its function that checks the chip."""
 
 
 def library() -> Any:
-    """Import `transformer_engine.pytorch`.
+    """Import and return `transformer_engine.pytorch`.
 
     Raises:
-        ConfigError: it cannot be imported, with its reason.
+        ConfigError: the import fails, or the version is too old.
     """
     try:
         te = import_module("transformer_engine.pytorch")
-    except Exception as error:  # its libraries raise all kinds where CUDA is missing
+    except Exception as error:  # without CUDA its libraries raise errors of any class
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"fp8-te: transformer_engine.pytorch cannot be imported: {type(error).__name__}: {reason}\n"
@@ -45,10 +45,10 @@ def library() -> Any:
 
 
 def build_recipe(config: TransformerEngineConfig, te: Any) -> Any:
-    """Return TE's recipe, which this chip can compute.
+    """Return Transformer Engine's recipe for the options.
 
     Raises:
-        ConfigError: the chip has no such recipe, or this TE does not know an option.
+        ConfigError: the chip cannot compute the recipe, or this version does not have an option.
     """
     if config.te_recipe is not None:
         _require_chip(_word(config.te_recipe), te)
@@ -68,11 +68,11 @@ def build_recipe(config: TransformerEngineConfig, te: Any) -> Any:
         options["fp8_format"] = classes.Format[config.format]
     if config.high_precision_backward:
         options["backward_override"] = "high_precision"
-    return _built(word, getattr(classes, CLASSES[word][0]), options)
+    return _build(word, getattr(classes, CLASSES[word][0]), options)
 
 
 def token_multiple(recipe: Any) -> tuple[int, int]:
-    """Return the numbers of which tokens must be multiples, and are padded to."""
+    """Return the multiple of tokens that the recipe needs, and the multiple to which tokens are padded."""
     if recipe.mxfp8():
         return 32, 32
     if recipe.nvfp4():
@@ -81,7 +81,7 @@ def token_multiple(recipe: Any) -> tuple[int, int]:
 
 
 def _word(recipe: Any) -> str | None:
-    """Return the word for a recipe; None for one of the user's own making."""
+    """Return the value of option `recipe` for a recipe; None for a class of the user."""
     kinds = {
         "delayed": recipe.delayed,
         "current": recipe.float8_current_scaling,
@@ -99,20 +99,20 @@ def _require_chip(word: str | None, te: Any) -> None:
     if not can:
         others = [each for each, (_, check) in CLASSES.items() if getattr(te, check)()]
         raise ConfigError(
-            f"fp8_te.recipe {word}: no such recipe on this chip ({reason})\n"
+            f"fp8_te.recipe {word}: this chip cannot compute the recipe ({reason})\n"
             + (f"choose among {', '.join(others)}" if others else "train with mixed_precision: bf16")
         )
 
 
-def _built(word: str, kind: Any, options: dict[str, Any]) -> Any:
+def _build(word: str, kind: Any, options: dict[str, Any]) -> Any:
     try:
         recipe = kind(**options)
-    except Exception as error:  # pydantic's and TE's own
+    except Exception as error:  # pydantic and Transformer Engine raise errors of several classes
         reason = str(error).strip().replace("\n", "; ")
         raise ConfigError(
             f"fp8_te: recipe {word} refuses {options}: {reason}\nchange section fp8_te"
         ) from error
-    # pydantic ignores keywords that the class does not have.
+    # pydantic silently ignores keywords that the class does not have.
     if lost := [name for name, value in options.items() if getattr(recipe, name, None) != value]:
         raise ConfigError(
             f"fp8_te: {kind.__name__} of this transformer-engine has no {lost[0]}\n"

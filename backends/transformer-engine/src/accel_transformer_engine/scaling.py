@@ -1,4 +1,8 @@
-"""State of delayed scaling: scales and the maxima they come from, as tensors."""
+"""State of delayed scaling as tensors: scales, and the histories of maxima from which they are computed.
+
+Transformer Engine has the state in attributes of each layer (`fp8_meta`), and in buffers of the process that
+it reduces over a group at the end of each forward with gradients.
+"""
 
 from __future__ import annotations
 
@@ -19,40 +23,44 @@ __all__ = ["begin_anew", "collect", "drop_buffers", "forget_weights", "restore"]
 logger = get_logger(__name__)
 DIRECTIONS: Final = ("scaling_fwd", "scaling_bwd")
 MAXIMA: Final = 5
-"""Of one product: input, weight and output, and gradients of output and input."""
+"""Maxima of one product: input, weight, output, gradient of the output, gradient of the input."""
 UNREDUCED: Final = "maxima of rank "
-"""Start of the names of entries with maxima that are not reduced yet."""
+"""Prefix of the names of entries with maxima that are not reduced yet."""
 
 
 @runtime_checkable
 class HasOwnLayers(Protocol):
-    """A wrapped model that computes in layers of the strategy's own."""
+    """A wrapped model whose strategy built the layers, such as Megatron's."""
 
     def own_layers(self) -> Iterator[tuple[str, nn.Module]]:
-        """(name in the whole model, module) of this rank's."""
+        """Yield (name in the whole model, module) for the layers of this rank."""
 
 
 def collect(unit: Unit, *, is_reduced: bool = True) -> dict[str, Entry]:
-    """Return scales and histories, by layer that has computed here.
+    """Return the scales and histories of the layers that have run on this rank.
 
-    Each is a tensor of (1 + length of the history, maxima), whose first row has the scales.
+    Each entry is a tensor of shape (1 + length of the history, number of maxima). The first row has the
+    scales.
 
-    A forward without gradients leaves its maxima in the history's first row, and the next one with gradients
-    reduces them. Until then each rank has others, and returns them in an entry of its own. No collective is
-    called: one rank may save alone.
+    The first row of a history has the maxima since the last reduction, which a forward without gradients
+    leaves there. The next forward with gradients reduces them. Until then they differ between ranks, so each
+    rank returns its own in a separate entry, and zeros in the common one. This function calls no collective,
+    because one rank may save alone.
 
-    is_reduced: whether ranks reduce maxima at all; else each has scales of its own.
+    Args:
+        unit: the unit whose layers are read.
+        is_reduced: True if ranks reduce maxima. If not, each rank has its own scales.
     """
     entries: dict[str, Entry] = {}
     unreduced: dict[str, torch.Tensor] = {}
     for name, layer in _layers(unit):
         if not _is_delayed(layer.fp8_meta):
             continue
-        history = _joined(layer, "amax_history")
+        history = _concatenate(layer, "amax_history")
         if is_reduced and history[0].any():
             unreduced[name] = history[0].clone()
             history[0] = 0
-        value = torch.cat([_joined(layer, "scale")[None], history])
+        value = torch.cat([_concatenate(layer, "scale")[None], history])
         entries[name] = Entry(value=value, scope="replicated" if is_reduced else "per_rank")
     if unreduced:
         entries[f"{UNREDUCED}{unit.run.world.rank}"] = Entry(value=unreduced)
@@ -60,14 +68,15 @@ def collect(unit: Unit, *, is_reduced: bool = True) -> dict[str, Entry]:
 
 
 def restore(unit: Unit, entries: Mapping[str, Entry], recipe: Any) -> None:
-    """Take back what `collect` gave on all ranks.
+    """Restore the scales and histories that `collect` returned on all ranks.
 
-    Layers that have not computed yet get theirs too. Of maxima that were not reduced, each rank takes the
-    largest, as the next forward would have done. Recipes without histories need none of it, and a pipeline
-    stage needs that of its own layers. Where no layer has a name of the checkpoint's, scales begin anew.
+    Layers that have not run yet are initialized first. Maxima that were not reduced are reduced here: each
+    rank takes the largest, as the next forward would have done. Recipes without histories restore nothing.
+    A pipeline stage restores its own layers. If the checkpoint has none of this model's layers, scales start
+    from the beginning.
 
     Raises:
-        CheckpointError: some layers are others, or the history has another length.
+        CheckpointError: the checkpoint has other layers or histories of another length.
     """
     if not recipe.delayed():
         return
@@ -77,11 +86,11 @@ def restore(unit: Unit, entries: Mapping[str, Entry], recipe: Any) -> None:
     if values and layers.keys().isdisjoint(values):
         logger.warning(
             "fp8-te: the checkpoint has scales of other layers (%s, ...), as another strategy names them:"
-            " here scales begin anew",
+            " scales start from the beginning",
             next(iter(values)),
         )
         return
-    # Stages of a strategy's own layers do not have each other's.
+    # A stage of a strategy's own layers has only a part of the names in the checkpoint.
     is_part = any(isinstance(wrapped, HasOwnLayers) for wrapped in unit.wrapped)
     for name, value in values.items():
         if name not in layers:
@@ -97,18 +106,20 @@ def restore(unit: Unit, entries: Mapping[str, Entry], recipe: Any) -> None:
                 f"fp8-te: the checkpoint's histories have {length} steps, those here"
                 f" {recipe.amax_history_len}\nset fp8_te.amax_history_len: {length}"
             )
-        is_elsewhere = any(weight.is_meta for weight in layers[name].parameters(recurse=False))
-        if not is_elsewhere:  # in another stage
+        is_in_other_stage = any(weight.is_meta for weight in layers[name].parameters(recurse=False))
+        if not is_in_other_stage:
             rows = [maxima[name] for maxima in unreduced if name in maxima]
-            _fill(layers[name], _reduced(value, rows), recipe)
+            _fill(layers[name], _reduce(value, rows), recipe)
 
 
-def _reduced(value: torch.Tensor, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+def _reduce(value: torch.Tensor, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return an entry's value with the largest of all ranks' maxima in the history's first row."""
     largest = torch.stack([value[1], *rows]).amax(0)
     return torch.cat([value[:1], largest[None], value[2:]])
 
 
-def _joined(layer: Any, part: str) -> torch.Tensor:
+def _concatenate(layer: Any, part: str) -> torch.Tensor:
+    """Return the forward's and the backward's part of a layer's state in one tensor on the CPU."""
     parts = [getattr(layer.fp8_meta[direction], part) for direction in DIRECTIONS]
     return torch.cat(parts, dim=-1).detach().cpu()
 
@@ -116,6 +127,7 @@ def _joined(layer: Any, part: str) -> torch.Tensor:
 def _fill(layer: Any, values: torch.Tensor, recipe: Any) -> None:
     meta = layer.fp8_meta
     if not _is_delayed(meta):
+        # The layer has not run yet. Its forward would allocate these tensors in the same way.
         meta["num_gemms"], meta["recipe"] = values.shape[1] // MAXIMA, recipe
         layer.init_fp8_meta_tensors(recipe)
     first = 0
@@ -129,7 +141,7 @@ def _fill(layer: Any, values: torch.Tensor, recipe: Any) -> None:
 
 
 def begin_anew(unit: Unit) -> None:
-    """Forget the maxima of earlier steps, as before the first forward."""
+    """Reset scales and histories to their values before the first forward."""
     states = [
         layer.fp8_meta[direction]
         for _, layer in _layers(unit)
@@ -143,39 +155,40 @@ def begin_anew(unit: Unit) -> None:
 
 
 def forget_weights(unit: Unit) -> None:
-    """Drop the float8 copies of weights, which were overwritten."""
+    """Drop the float8 copies of weights after the weights were overwritten."""
     for _, layer in _layers(unit):
         getattr(layer, "_fp8_workspaces", {}).clear()
 
 
 def drop_buffers(unit: Unit) -> None:
-    """Take the unit's layers out of the buffers that their group reduces.
+    """Remove the unit's layers from the library's buffers of maxima.
 
-    The buffers are those of the process. Later runs would reduce them over a group that is gone.
+    The buffers belong to the process. A later run would reduce them over a group that no longer exists.
     """
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
 
-    held = getattr(Manager, "quantization_state", Manager)
-    buffers = (held.global_amax_buffer, held.global_amax_history_buffer, held.global_scale_buffer)
+    # Newer releases have the buffers in an object, older ones in the class.
+    state = getattr(Manager, "quantization_state", Manager)
+    buffers = (state.global_amax_buffer, state.global_amax_history_buffer, state.global_scale_buffer)
     for _, layer in _layers(unit):
-        # The index and the key of each direction.
+        # The layer's entry is a flat tuple: index and key for the forward, index and key for the backward.
         for key in (layer.fp8_meta.pop(Manager.get_buffer_info(), None) or ())[1::2]:
             for buffer in buffers:
                 buffer.pop(key, None)
-            held.autocast_arguments.pop(key.partition("_")[2], None)
+            state.autocast_arguments.pop(key.partition("_")[2], None)
 
 
 def _layers(unit: Unit) -> Iterator[tuple[str, Any]]:
-    """(canonical name, layer) of Transformer Engine's layers."""
+    """Yield (canonical name, layer) for the unit's layers of Transformer Engine."""
     for number, model in enumerate(unit.models):
-        for name, layer in _computing(model.named_modules()):
+        for name, layer in _with_state(model.named_modules()):
             yield unit.qualify(number, name), layer
     for wrapped in unit.wrapped:
         if isinstance(wrapped, HasOwnLayers):
-            yield from _computing(wrapped.own_layers())
+            yield from _with_state(wrapped.own_layers())
 
 
-def _computing(named: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Any]]:
+def _with_state(named: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Any]]:
     for name, layer in named:
         if isinstance(getattr(layer, "fp8_meta", None), dict):
             yield name, layer

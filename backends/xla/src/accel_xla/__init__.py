@@ -1,4 +1,4 @@
-"""XLA devices (TPUs, and what else torch_xla drives): plugins of accel-core.
+"""XLA devices (TPUs and the other devices of torch_xla): plugins of accel-core.
 
 Importing this package imports neither torch nor its own modules (PEP 562).
 """

@@ -12,7 +12,7 @@ XLA = Card(
     slot="device",
     summary="TPUs and Neuron cores by torch_xla 2.9, the vendor's last; for newer torch see torch_tpu.",
     api_version="1.0",
-    # Its CPU device is there wherever torch_xla is; `auto` must not prefer that to anything.
+    # Every installation of torch_xla has a CPU device, which `auto` must not prefer to other devices.
     priority=100 if hardware() else None,
     distributed_type="XLA",
     torch_device="xla",

@@ -1,7 +1,4 @@
-"""Collectives of XLA.
-
-Operations in the recorded graph, between replicas that XLA numbers by itself.
-"""
+"""Collectives of XLA, which are operations of the recorded graph between replicas with XLA's numbering."""
 
 from __future__ import annotations
 
@@ -21,9 +18,9 @@ _KINDS: Final = {"sum": "sum", "mean": "sum", "min": "min", "max": "max"}
 
 
 class XlaCollectives:
-    """Tensors travel by XLA, objects over `control`, core's group on the CPU.
+    """Collectives of tensors by XLA, and of objects over `control`, core's group on the CPU.
 
-    XLA's ordinals need not be the launcher's ranks: all ranks tell each other theirs, once.
+    XLA's ordinals may differ from the launcher's ranks, so all ranks exchange their ordinals at the start.
     """
 
     group = None
@@ -36,7 +33,7 @@ class XlaCollectives:
         self.rank, self.size = control.rank, control.size
         self._ordinals = list(control.all_gather_object(runtime.global_ordinal()))
         """Rank -> XLA's ordinal."""
-        self._orderly = self._ordinals == sorted(self._ordinals)
+        self._is_in_rank_order = self._ordinals == sorted(self._ordinals)
 
     def all_reduce(self, tensor: Tensor, operation: str = "sum") -> Tensor:
         """Reduce in place."""
@@ -45,20 +42,20 @@ class XlaCollectives:
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """(n, ...) on each rank -> (size * n, ...), in rank order."""
+        """Return the concatenation of all ranks' tensors in rank order: (n, ...) -> (size * n, ...)."""
         gathered: Tensor = self._xm.all_gather(tensor, pin_layout=False)
-        if self._orderly:
+        if self._is_in_rank_order:
             return gathered
         by_ordinal = gathered.view(self.size, *tensor.shape)
         return by_ordinal[torch.tensor(self._ordinals, device=tensor.device)].reshape(gathered.shape)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Overwrite `tensor` with that of rank `source`, in place."""
+        """Overwrite `tensor` in place with the tensor of rank `source`."""
         self._xm.collective_broadcast([tensor], self._ordinals[source], pin_layout=False)
         return tensor
 
     def all_gather_object(self, value: Any) -> Sequence[Any]:
-        """Every rank's picklable value, in rank order."""
+        """Return the picklable values of all ranks in rank order."""
         return self._control.all_gather_object(value)
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
@@ -66,5 +63,5 @@ class XlaCollectives:
         return self._control.broadcast_object(value, source)
 
     def barrier(self) -> None:
-        """Return once every rank is here."""
+        """Return when all ranks have called it."""
         self._control.barrier()

@@ -18,20 +18,20 @@ class XlaConfig(KwargsHandler):
     pjrt_device: str | None = option(
         None,
         choices=("TPU", "NEURON", "CPU"),
-        help="PJRT_DEVICE; unset: the hardware found here. XLA's CPU device is used only when named.",
+        help="PJRT_DEVICE; unset: the hardware of this machine. XLA's CPU device is used only if named.",
     )
     prefetch: int = option(
-        8, minimum=1, unit="batches", help="Uploaded ahead by threads, for loaders that have workers."
+        8, minimum=1, unit="batches", help="Batches that threads upload ahead, for loaders with workers."
     )
 
 
 @frozen(kw_only=True)
 class SpmdConfig(KwargsHandler):
-    """Options of spreading a model over one process's devices. Section `xla-spmd`."""
+    """Options of distributing a model over the devices of one process. Section `xla-spmd`."""
 
     wrap: Sequence[str] = option(
-        factory=tuple, help="Classes of modules whose outputs are sharded too, such as LlamaDecoderLayer."
+        factory=tuple, help="Classes of modules whose outputs are also sharded, such as LlamaDecoderLayer."
     )
     cpu_devices: int | None = option(
-        None, minimum=1, help="Virtual devices that XLA's CPU device is split into."
+        None, minimum=1, help="Number of virtual devices into which XLA's CPU device is split."
     )

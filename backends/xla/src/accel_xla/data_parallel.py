@@ -1,7 +1,4 @@
-"""Each process trains a copy on its XLA device.
-
-Gradients are averaged at the end of a window.
-"""
+"""Strategy `xla-dp`: each process trains a copy on its XLA device; gradients are averaged once per window."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ __all__ = ["XlaDataParallel"]
 
 
 class XlaDataParallel:
-    """Strategy `xla-dp`. In a world of one it does nothing."""
+    """Strategy `xla-dp`. With one process it does nothing."""
 
     below: Any
 

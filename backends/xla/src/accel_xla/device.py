@@ -1,7 +1,4 @@
-"""XLA devices.
-
-Torch gives them no module of their own, so each service is torch_xla's.
-"""
+"""Device plugin `xla`. torch has no device module for XLA, so every hook calls torch_xla."""
 
 from __future__ import annotations
 
@@ -28,13 +25,13 @@ __all__ = ["XlaDevice", "environment_report", "verify"]
 
 
 def verify() -> str | None:
-    """None if torch_xla loads for the device that is asked for, else why not.
+    """Return the reason why torch_xla cannot be loaded for the selected device; None if it can.
 
-    Starts no runtime.
+    Does not start XLA's runtime.
     """
     if machine.DEVICE not in os.environ:
         return (
-            "no TPU or Neuron device is found here, and XLA's CPU device is used only when named"
+            "this machine has no TPU and no Neuron device, and XLA's CPU device is used only if named"
             f" (xla.pjrt_device: CPU, or {machine.DEVICE}=CPU)"
         )
     try:
@@ -45,10 +42,7 @@ def verify() -> str | None:
 
 
 class XlaDevice:
-    """Device `xla`.
-
-    The run has one device; in a world of several, torch_xla must see as many replicas.
-    """
+    """Device `xla`. Each process has one device, and torch_xla must see as many replicas as processes."""
 
     below: Any
 
@@ -61,7 +55,8 @@ class XlaDevice:
         self.run = run
         self._sync, self._device = torch_xla.sync, torch_xla.device
         self._xm, self._xr = xla_model, runtime
-        self._gradients_wait = False
+        self._is_before_step = False
+        """True from a backward to the optimizer's step."""
 
     # -- set-up ----------------------------------------------------------------------------------
 
@@ -72,21 +67,21 @@ class XlaDevice:
         return torch.device(self._device())
 
     def _join(self, world: World) -> None:
-        """Set up torch_xla in a process that torch's own launcher has started."""
+        """Initialize torch_xla in a process that accel launch or torchrun has started."""
         from torch_xla._internal import pjrt
 
         if world.size == 1:
-            pjrt.initialize_singleprocess()  # on a host of several TPU chips, it takes the first
+            pjrt.initialize_singleprocess()  # uses the first chip of a host
             return
         pjrt.initialize_multiprocess(world.local_rank, world.local_size)
         _require_replicas(world, self._xr.addressable_device_count(), self._xr.world_size())
 
     @implements(hooks.capabilities)
     def capabilities(self, device: torch.device) -> frozenset[str]:
-        able: frozenset[str] = self.below.capabilities(device)
+        capabilities: frozenset[str] = self.below.capabilities(device)
         if self._xr.device_type() != "CPU":
-            able -= {"float64"}  # TPUs emulate it by pairs of float32, with fewer digits
-        return able if self._reports_memory() else able - {"memory_stats"}
+            capabilities -= {"float64"}  # TPUs emulate it by two float32 values, with fewer digits
+        return capabilities if self._reports_memory() else capabilities - {"memory_stats"}
 
     @implements(hooks.collectives)
     def collectives(self, dim: str) -> Collectives:
@@ -99,9 +94,10 @@ class XlaDevice:
 
     @implements(hooks.place_model)
     def place_model(self, unit: Unit, model: nn.Module, device: torch.device) -> nn.Module:
-        tied = list(_tied(model))
+        aliases = list(_find_aliases(model))
         placed: nn.Module = self.below.place_model(unit, model, device)
-        for module, name, owner, owners_name in tied:  # moving to XLA makes a new tensor of each name
+        # Moving a model to XLA makes a new tensor for each name, which breaks ties.
+        for module, name, owner, owners_name in aliases:
             setattr(module, name, getattr(owner, owners_name))
         return placed
 
@@ -117,19 +113,19 @@ class XlaDevice:
 
     @implements(hooks.mark_step)
     def mark_step(self, point: str) -> None:
-        # Between backward and step the graph goes on: if it ended there, gradients that are then changed
-        # in place and read in between (clipping, and its norm) would come out wrong.
-        if point == "backward" or (point == "host_read" and self._gradients_wait):
-            self._gradients_wait = True
+        # No graph ends between backward and step. If one did, gradients that are later changed in place and
+        # read (by clipping, which reads its norm) would have wrong values: a fault of torch_xla 2.9.
+        if point == "backward" or (point == "host_read" and self._is_before_step):
+            self._is_before_step = True
             return
-        self._gradients_wait = False
+        self._is_before_step = False
         self._sync()
 
     # -- state and services ----------------------------------------------------------------------
 
     @implements(hooks.random_streams)
     def random_streams(self) -> Mapping[str, RandomStream]:
-        # The device's generator is one number, which each operation that draws replaces.
+        # The state of the device's generator is one integer.
         xm = self._xm
         stream = RandomStream(
             lambda: torch.tensor([*xm.get_rng_state().to_bytes(8, "little")], dtype=torch.uint8),
@@ -142,35 +138,35 @@ class XlaDevice:
     def memory_stats(self, device: torch.device) -> Mapping[str, int]:
         if not self._reports_memory():
             return {}
-        found = self._xm.get_memory_info(device)
-        known = {"allocated": "bytes_used", "peak": "peak_bytes_used", "total": "bytes_limit"}
-        stats = {key: int(found[name]) for key, name in known.items() if name in found}
+        info = self._xm.get_memory_info(device)
+        names = {"allocated": "bytes_used", "peak": "peak_bytes_used", "total": "bytes_limit"}
+        stats = {key: int(info[name]) for key, name in names.items() if name in info}
         if {"allocated", "total"} <= stats.keys():
             stats["free"] = stats["total"] - stats["allocated"]
         return stats
 
     def _reports_memory(self) -> bool:
-        # Of the device that stands for all under SPMD, torch_xla knows nothing.
+        # torch_xla has no figures for the virtual device of SPMD.
         return self._xr.device_type() != "CPU" and not self._xr.is_spmd()
 
 
 def _require_replicas(world: World, devices: int, replicas: int) -> None:
-    """Refuse processes that would silently train alone or hold several devices."""
+    """Raise LaunchError if this process has several devices or would silently train alone."""
     if devices != 1:
         raise LaunchError(
-            f"this process is given {devices} XLA devices, but it trains on one\n"
+            f"this process has {devices} XLA devices, but trains on one\n"
             "use strategy: xla-spmd, with which one process drives all of them"
         )
     if replicas != world.size:
         raise LaunchError(
             f"{world.size} processes were started, but torch_xla joins {replicas} of them\n"
-            f"start one a device ({machine.DEVICE}={os.environ.get(machine.DEVICE)}); XLA's CPU device"
-            " serves one process only"
+            f"start one process per device ({machine.DEVICE}={os.environ.get(machine.DEVICE)}); XLA's CPU"
+            " device supports one process"
         )
 
 
-def _tied(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
-    """Yield (module, name, first module, first name) of each tensor that is an alias."""
+def _find_aliases(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
+    """Yield (module, name, first module, first name) for each further name of a tensor."""
     first: dict[int, tuple[nn.Module, str]] = {}
     for module in model.modules():
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:

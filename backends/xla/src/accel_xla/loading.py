@@ -1,7 +1,4 @@
-"""Batches on their way to an XLA device.
-
-Threads of torch_xla upload the next ones.
-"""
+"""Upload of batches to an XLA device by threads of torch_xla, ahead of the training loop."""
 
 from __future__ import annotations
 
@@ -17,13 +14,10 @@ __all__ = ["Uploading"]
 
 
 class Uploading:
-    """The batches of an iterable, on the run's device.
-
-    What torch_xla's MpDeviceLoader does.
-    """
+    """The batches of an iterable on the run's device, as torch_xla's MpDeviceLoader provides them."""
 
     marks = frozenset({"batch"})
-    """It ends the recorded graph before each batch itself."""
+    """Points at which this loader ends the recorded graph itself."""
 
     def __init__(self, batches: Iterable[Any], run: Run, prefetch: int) -> None:
         self._batches, self._run, self._prefetch = batches, run, prefetch
@@ -35,7 +29,7 @@ class Uploading:
         device = self._run.device
 
         class Loader(ParallelLoader):  # type: ignore[misc]  # torch_xla has no types
-            """Structures keep their types, as with any other device."""
+            """A loader that keeps the types of structures, as core does on every other device."""
 
             def send_cpu_data_to_device(self, batches: list[Any], device: Any) -> list[Any]:
                 return [ops.send_to_device(batch, device) for batch in batches]
@@ -51,5 +45,5 @@ class Uploading:
     def _guarded(self) -> Iterator[Any]:
         try:
             yield from self._batches
-        except BaseException as error:  # torch_xla's thread would die of it, and the epoch end early
+        except BaseException as error:  # it would end torch_xla's thread, and silently the epoch
             self._failure = error

@@ -1,4 +1,4 @@
-"""The machine's XLA devices, from files and the environment; no torch_xla."""
+"""The machine's XLA devices, read from files and the environment without torch_xla."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAST: Final = "2.9"
 """The last torch that torch_xla was released for."""
 GOOGLE: Final = "0x1ae0"
 TPUS: Final = ("0x0027", "0x005e", "0x0063", "0x006f", "0x0076")
-"""PCI ids, as torch_xla knows them: v2 and v3, v4, v5e, v6e, 7x."""
+"""PCI ids in torch_xla's list: v2 and v3, v4, v5e, v6e, 7x."""
 TPU_MASK: Final = "TPU_VISIBLE_CHIPS"
 NEURONS: Final = "sys/devices/virtual/neuron_device"
 ROOT = Path("/")
@@ -28,20 +28,17 @@ ROOT = Path("/")
 
 
 def probe() -> str | None:
-    """None if torch_xla can be used here, be it on its CPU device; else why not."""
+    """Return the reason why torch_xla cannot be used here; None if it can, on its CPU device at least."""
     torch, vendor = _version("torch"), _version("torch_xla")
     if vendor is None:
         return f"torch-xla is not installed; {_install(torch)}"
     if torch is None or _minor(torch) != _minor(vendor):
-        return f"torch-xla {vendor} was built for another torch than {torch}; {_install(torch)}"
+        return f"torch-xla {vendor} was not built for torch {torch}; {_install(torch)}"
     return None
 
 
 def hardware() -> str | None:
-    """Name the PJRT device whose hardware is present.
-
-    None if there is none that this package knows.
-    """
+    """Return the PJRT device whose hardware this machine has; None if it has none that this package knows."""
     if _tpus():
         return "TPU"
     return "NEURON" if (ROOT / "dev/neuron0").exists() else None
@@ -54,12 +51,12 @@ def chip_count() -> int:
         return _tpu_processes()
     if kind == "NEURON":
         return _neuron_cores()
-    return 1  # torch_xla gives its CPU device to one process only
+    return 1  # torch_xla's CPU device supports one process
 
 
 def _tpu_processes() -> int:
     if os.environ.get(TPU_MASK):
-        return 1  # torch_xla gives every process all of the chips that a mask leaves
+        return 1  # torch_xla gives every process all visible chips if a mask is set
     bounds = os.environ.get("TPU_PROCESS_BOUNDS")
     return min(_tpus(), prod(map(int, bounds.split(",")))) if bounds else _tpus()
 
@@ -68,17 +65,17 @@ def _neuron_cores() -> int:
     if visible := os.environ.get("NEURON_RT_VISIBLE_CORES"):
         ends = [part.split("-") for part in visible.split(",")]
         return sum(int(last) - int(first) + 1 for first, *_, last in ([*end, end[-1]] for end in ends))
-    if named := os.environ.get("NEURON_RT_NUM_CORES"):
-        return int(named)
+    if count := os.environ.get("NEURON_RT_NUM_CORES"):
+        return int(count)
     return sum(int(file.read_text()) for file in (ROOT / NEURONS).glob("neuron*/core_count"))
 
 
 def _tpus() -> int:
-    found = 0
+    count = 0
     for vendor in (ROOT / "sys/bus/pci/devices").glob("*/vendor"):
         if vendor.read_text().strip() == GOOGLE:
-            found += (vendor.parent / "device").read_text().strip() in TPUS
-    return found
+            count += (vendor.parent / "device").read_text().strip() in TPUS
+    return count
 
 
 def _install(torch: str | None) -> str:
@@ -105,12 +102,12 @@ def visible_devices(config: RunConfig) -> int:
 
 
 def launch_environment(config: RunConfig, world: World) -> Mapping[str, str]:
-    """Return the variables that are read when the vendor's library is imported."""
+    """Return the environment variables that torch_xla reads when it is imported."""
     kind = getattr(config.plugins.get("xla"), "pjrt_device", None) or hardware()
     return {DEVICE: kind} if kind else {}
 
 
 def spmd_environment(config: RunConfig, world: World) -> Mapping[str, str]:
-    """Return the variables that are read when the vendor's library is imported."""
+    """Return the environment variables of SPMD that torch_xla reads when it is imported."""
     count = getattr(config.plugins.get("xla-spmd"), "cpu_devices", None)
     return {CPU_DEVICES: str(count)} if count else {}

@@ -1,4 +1,4 @@
-"""Activations that are computed again in backward."""
+"""Activation checkpointing on XLA devices."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ __all__ = ["recomputed"]
 
 
 def recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function, and again in backward.
+    """Call the function now and again in backward, without keeping its activations.
 
-    Torch's own `checkpoint` takes no XLA devices. torch_xla's keeps the compiler from computing both calls as
-    one, and sees only tensors that are arguments or results of their own: here they may lie in structures.
+    torch's `checkpoint` does not support XLA devices. torch_xla's `checkpoint` keeps the compiler from
+    merging both calls, but handles only tensors that are arguments or results themselves. This function also
+    finds tensors inside of structures.
 
     Raises:
-        TypeError: the result has an object in it, in which tensors would get no gradients.
+        TypeError: the result contains an object that is not a structure; its tensors would get no gradients.
     """
     from torch_xla import device
     from torch_xla.utils.checkpoint import checkpoint
@@ -28,21 +29,22 @@ def recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     results: list[Any] = []
 
     def call(_: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        args, kwargs = _with_tensors(given, tensors)
-        found, result = _without_tensors(function(*args, **kwargs))
+        args, kwargs = _with_tensors(inputs, tensors)
+        outputs, result = _without_tensors(function(*args, **kwargs))
         ops.recursively_apply(recomputed_result, result, test_type=_is_plain, error_on_other_type=True)
         results[:] = [result]
-        return tuple(found)
+        return tuple(outputs)
 
-    tensors, given = _without_tensors((args, kwargs))
-    # Results need gradients only if an input does, and a batch does not.
+    tensors, inputs = _without_tensors((args, kwargs))
+    # `checkpoint` computes gradients only if an input requires them. Parameters are not inputs, and a batch
+    # does not require gradients, so one more input does.
     anchor = torch.zeros((), device=device(), requires_grad=True)
-    found = checkpoint(call, anchor, *tensors)
-    return _with_tensors(results[0], found)
+    outputs = checkpoint(call, anchor, *tensors)
+    return _with_tensors(results[0], outputs)
 
 
 class _Place(int):
-    """Of a tensor in a list, where it has been taken from a structure."""
+    """Index in the list of tensors that were taken out of a structure, in place of the tensor."""
 
 
 def _without_tensors(structure: Any) -> tuple[list[Tensor], Any]:
@@ -68,8 +70,5 @@ def _is_plain(value: Any) -> bool:
 
 
 def recomputed_result(value: Any) -> Any:
-    """Return a leaf of a result as it is.
-
-    `recursively_apply` says this name in its error.
-    """
+    """Return a leaf of a result unchanged; `recursively_apply` puts this function's name into its error."""
     return value

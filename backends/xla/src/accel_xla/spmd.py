@@ -1,7 +1,4 @@
-"""One process drives all devices.
-
-XLA's compiler spreads model and batch over them (SPMD).
-"""
+"""Strategy `xla-spmd`: one process drives all devices; XLA's compiler partitions model and batch (SPMD)."""
 
 from __future__ import annotations
 
@@ -40,20 +37,18 @@ _DATA = ("dp_replicate", "dp_shard")
 
 
 class DeviceGrid(Mesh):
-    """A mesh over the devices of all processes, each of which reads the whole batch."""
+    """A mesh over the devices of all processes; each process reads the whole batch."""
 
     def topology(self) -> Topology:
-        """Return the topology: devices take their parts of a batch, and the loss is global."""
+        """Return a topology without data-parallel ranks: the devices divide the batch; the loss is global."""
         return Topology(loss_dim="alone", gather_dim="alone")
 
 
 class Spmd:
-    """Strategy `xla-spmd`.
+    """Strategy `xla-spmd`: FSDPv2 on torch_xla's mesh, whose elements are devices instead of processes.
 
-    FSDPv2 on torch_xla's own mesh, which spans the devices, not the processes.
-
-    Each tensor is one object with its global shape; how it lies on the devices is a mark on it, which
-    gradients and optimizer state inherit.
+    Each tensor is one object with its global shape. A sharding annotation on the tensor says how it is
+    divided among the devices; gradients and optimizer state inherit the annotation.
     """
 
     below: Any
@@ -68,12 +63,12 @@ class Spmd:
         if torch_xla._XLAC._xla_get_spmd_config_is_locked() and not runtime.is_spmd():
             raise ConfigError(
                 "strategy xla-spmd: this process has already used an XLA device without SPMD, and torch_xla"
-                " has one mode a process\nmake this Accelerator first, or in a process of its own"
+                " has one mode per process\nmake this Accelerator first, or in another process"
             )
         if not runtime.is_spmd():
             runtime.use_spmd()
-        self._held: dict[Unit, dict[str, tuple[Any, list[Any]]]] = {}
-        """Sharded tensors whose parts lie on the host; a load writes them back."""
+        self._host_copies: dict[Unit, dict[str, tuple[Any, list[Any]]]] = {}
+        """Sharded tensors with host copies of their local shards; a load writes the copies back."""
 
     # -- set-up ----------------------------------------------------------------------------------
 
@@ -91,32 +86,34 @@ class Spmd:
 
     @implements(hooks.build_mesh)
     def build_mesh(self, dims: Sequence[MeshDim], world: World) -> Mesh:
-        if strange := [dim.name for dim in dims if dim.name not in _DATA]:
+        if others := [dim.name for dim in dims if dim.name not in _DATA]:
             raise ConfigError(
                 f"xla-spmd shards parameters and batches along {' and '.join(_DATA)} only, but this stack"
-                f" also wants the dimension {', '.join(strange)}\nleave out the extension that does"
+                f" also has the dimension {', '.join(others)}\nleave out the extension that declares it"
             )
         count = self._xr.global_runtime_device_count()
-        arranged = arrange(dims, count)
-        names, sizes = zip(*[(dim.name, dim.size) for dim in arranged], strict=True)
-        return DeviceGrid(arranged, 0, self._xs.Mesh(np.arange(count), sizes, names))
+        mesh_dims = arrange(dims, count)
+        names, sizes = zip(*[(dim.name, dim.size) for dim in mesh_dims], strict=True)
+        return DeviceGrid(mesh_dims, 0, self._xs.Mesh(np.arange(count), sizes, names))
 
     # -- prepare ---------------------------------------------------------------------------------
 
     @implements(hooks.wrap_model)
     def wrap_model(self, unit: Unit, model: nn.Module) -> nn.Module:
-        """Mark parameters, and the outputs of the model and of classes in `wrap`."""
+        """Annotate the parameters, and the outputs of the model and of the classes in `wrap`."""
         for parameter in model.parameters():
             self._shard(unit, parameter)
         wrapped = [module for module in model.modules() if type(module).__name__ in self.config.wrap]
         if missing := set(self.config.wrap) - {type(module).__name__ for module in wrapped}:
             raise ConfigError(
-                f"xla-spmd.wrap names {', '.join(sorted(missing))}, of which {type(model).__name__} has no"
-                " module\nname classes of its modules, or leave it out"
+                f"xla-spmd.wrap names {', '.join(sorted(missing))}, but {type(model).__name__} has no module"
+                " of this class\nname classes of its modules, or leave the option out"
             )
         for module in (*wrapped, model):
             unit.detach.append(module.register_forward_hook(self._output_of(unit)).remove)
-        for module in wrapped:  # else the compiler may fuse the gradients of all layers into one
+        # Without a barrier the compiler may fuse the gradients of all layers, and would need memory for all
+        # layers at once.
+        for module in wrapped:
             self._xs.xla_sharding.apply_backward_optimization_barrier(module)
         return model
 
@@ -139,7 +136,8 @@ class Spmd:
         self._mark(unit, tensor, "dp_shard", longest)
 
     def _mark(self, unit: Unit | None, tensor: Tensor, axes: Any, dim: int) -> None:
-        if tensor.ndim and tensor.numel() and tensor.device.type == "xla":  # what is empty cannot be cut
+        # Scalars and empty tensors cannot be divided.
+        if tensor.ndim and tensor.numel() and tensor.device.type == "xla":
             mesh = (unit and unit.mesh) or self.run.mesh
             assert mesh is not None
             spec = tuple(axes if each == dim else None for each in range(tensor.ndim))
@@ -172,43 +170,46 @@ class Spmd:
 
     @implements(hooks.load_state)
     def load_state(self, unit: Unit, entries: Mapping[str, Entry]) -> None:
-        for tensor, shards in self._held.pop(unit, {}).values():
+        for tensor, shards in self._host_copies.pop(unit, {}).values():
             if shards[0].indices is Ellipsis:
                 tensor.global_tensor.copy_(shards[0].data)
                 continue
-            whole = {_offset(shard): shard.data for shard in reversed(shards)}
-            for shard in shards:  # core has filled the first of those that hold the same part
-                shard.data.copy_(whole[_offset(shard)])
+            # Several devices may hold the same part (dp_replicate). `_boxes` gave core the first of these
+            # shards, so core has filled this one only. `reversed` lets the first shard of a part win.
+            first_shards = {_offset(shard): shard.data for shard in reversed(shards)}
+            for shard in shards:
+                shard.data.copy_(first_shards[_offset(shard)])
             tensor.load_local_shards_(shards)
 
     @implements(hooks.checkpoint_committed)
     def checkpoint_committed(self, folder: Path | str, step: int | None) -> None:
-        self._held.clear()
+        self._host_copies.clear()
 
     def _in_boxes(self, unit: Unit, leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
-        self._sync(wait=True)  # what is recorded, or on its way, has no parts yet
+        self._sync(wait=True)  # tensors have shards only when the graph that computes them has run
         return {name: self._boxes(unit, name, leaf) for name, leaf in leaves.items()}
 
     def _boxes(self, unit: Unit, name: str, leaf: Leaf) -> Leaf:
-        """Parts of a sharded tensor on this host's devices, each once, as host copies."""
+        """Return the leaf with host copies of its parts on this host's devices, each part once."""
         ((_, data),) = leaf.shards
         tensor = self._xs.wrap_if_sharded(data)
         if tensor is data:
             return leaf
         shards = tensor.local_shards
-        self._held.setdefault(unit, {})[name] = tensor, shards
+        self._host_copies.setdefault(unit, {})[name] = tensor, shards
         parts = {_offset(shard): _unpadded(shard) for shard in reversed(shards)}
         boxes = tuple((offset or (0,) * data.ndim, part) for offset, part in parts.items() if part.numel())
         return evolve(leaf, shards=boxes, replicated=self.run.world.size > 1)
 
 
 def _offset(shard: Any) -> tuple[int, ...]:
-    """Offset of a shard's part; empty for one that is whole."""
+    """Return the offset of a shard; empty for a shard that is the whole tensor."""
     return () if shard.indices is Ellipsis else tuple(index.start for index in shard.indices)
 
 
 def _unpadded(shard: Any) -> Tensor:
-    # Not `shard.unpadded_data`: it indexes by a list, which torch is about to read as a tensor of indices.
+    # XLA pads shards to equal sizes. `shard.unpadded_data` is not used: it indexes by a list, which torch
+    # will read as a tensor of indices in a later release.
     part: Tensor = shard.data
     for dim, each in enumerate(() if shard.indices is Ellipsis else shard.indices):
         part = part.narrow(dim, 0, each.stop - each.start)

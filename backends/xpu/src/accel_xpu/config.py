@@ -1,7 +1,4 @@
-"""The options of sections `xpu` and `ipex`.
-
-What is unset stays as the library has it.
-"""
+"""Options of sections `xpu` and `ipex`. Unset options keep the library's value."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ class IpexConfig(KwargsHandler):
     """Options of `ipex.optimize` for models that are trained. Section `ipex`."""
 
     fuse_update_step: bool | None = option(
-        None, help="One kernel for the optimizer's step; true: an error where ipex has none for it."
+        None, help="One kernel for the optimizer's step; true: an error if ipex has none for the optimizer."
     )
     optimize_lstm: bool = option(False, help="Replace LSTMs by ipex's own, on CPUs.")
     auto_kernel_selection: bool = option(

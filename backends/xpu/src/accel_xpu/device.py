@@ -1,6 +1,7 @@
-"""Intel GPUs.
+"""Device plugin `xpu`: Intel GPUs.
 
-The base layer runs them through `torch.xpu`; here is only what it cannot know.
+Core's base layer runs the device through `torch.xpu`; this module adds the parts that are specific to the
+vendor.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def verify() -> str | None:
-    """None if torch can really compute on an Intel GPU here, else why not."""
+    """Return the reason why torch cannot compute on an Intel GPU here; None if it can."""
     if torch.xpu.is_available():
         return None
     return (
@@ -55,7 +56,7 @@ class XpuDevice:
 
     @implements(hooks.refuse)
     def refuse(self, config: RunConfig) -> Sequence[str]:
-        reasons = [*machine.contradicted(self.config)]
+        reasons = [*machine.conflicts(self.config)]
         if self.run.world.size > 1 and not (config.process_group.backend or dist.is_xccl_available()):
             reasons.append(
                 f"torch {torch.__version__} was built without XCCL, which carries tensors between its GPUs\n"
@@ -65,12 +66,12 @@ class XpuDevice:
 
     @implements(hooks.capabilities)
     def capabilities(self, device: torch.device) -> frozenset[str]:
-        able: frozenset[str] = self.below.capabilities(device)
-        lacking = set() if torch.xpu.is_bf16_supported(including_emulation=False) else {"bf16"}
+        capabilities: frozenset[str] = self.below.capabilities(device)
+        unsupported = set() if torch.xpu.is_bf16_supported(including_emulation=False) else {"bf16"}
         # Arc chips emulate float64, or refuse it.
         if not torch.xpu.get_device_capability(device).get("has_fp64", True):
-            lacking.add("float64")
-        return able - lacking
+            unsupported.add("float64")
+        return capabilities - unsupported
 
     def _pin(self, index: int) -> None:
         """Pin this process to the CPUs nearest its GPU."""
@@ -78,7 +79,7 @@ class XpuDevice:
             logger.warning("CPU affinity is left as it is: this operating system has none")
             return
         uuid = torch.xpu.get_device_properties(index).uuid
-        # CPUs that the process may not use already (taskset, a container's limit) stay out.
+        # CPUs that the process may not use (taskset, a container's limit) are left out.
         near = machine.cpus_near(bytes(getattr(uuid, "bytes", uuid))) & os.sched_getaffinity(0)
         if not near:
             logger.warning("CPU affinity is left as it is: no usable CPU is known to be near this GPU")

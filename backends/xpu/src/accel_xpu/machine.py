@@ -1,4 +1,4 @@
-"""The machine's GPUs, from files and the environment; no torch, no Intel library."""
+"""The machine's Intel GPUs, read from files and the environment without torch or an Intel library."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from accel_xpu.config import XpuConfig
 
 __all__ = [
-    "contradicted",
+    "conflicts",
     "cpus_near",
     "gpu_count",
     "gpus",
@@ -29,23 +29,23 @@ __all__ = [
 
 VISIBLE = "ZE_AFFINITY_MASK"
 FILTER = "ONEAPI_DEVICE_SELECTOR"
-"""Hides devices from SYCL, by rules of its own."""
+"""Hides devices from SYCL, by rules that only SYCL evaluates."""
 FLOAT32 = ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")
-"""oneDNN's names for the type that float32 may become. The first set counts."""
+"""oneDNN's variables for the type in which float32 may be computed. The first that is set counts."""
 INTEL = "0x8086"
 ROOT = Path("/")
 """Root of /sys and /dev; tests use a tree of their own."""
 
 
 def probe() -> str | None:
-    """None if an Intel GPU can be expected here, else why not."""
+    """Return the reason why no Intel GPU can be used here; None if one can be expected."""
     built = torch_is_built_for_xpu()
     if built is None:
         return "torch is not installed"
     if not built:
         return "torch is not built for Intel GPUs; install its XPU build (pytorch.org/get-started)"
     if os.name != "posix":
-        return None  # the driver is asked later: there are no such files here
+        return None  # other systems have no such files; `verify` asks the driver later
     found = gpus()
     if not found:
         return "no Intel GPU is known to the kernel (/sys/class/drm); is its driver, i915 or xe, loaded?"
@@ -57,14 +57,14 @@ def probe() -> str | None:
 
 
 def probe_ipex() -> str | None:
-    """None if intel-extension-for-pytorch loads beside this torch, else why not."""
+    """Return the reason why intel-extension-for-pytorch cannot be used with this torch; None if it can."""
     extension, torch = _version("intel-extension-for-pytorch"), _version("torch")
     if extension is None:
         return f"intel-extension-for-pytorch is not installed; {install_hint('backends/xpu[ipex]')}"
     if torch is None or torch.split(".")[:2] != extension.split(".")[:2]:
         return (
-            f"intel-extension-for-pytorch {extension} was built for another torch than {torch};"
-            f" the pair is installed by: {install_hint('backends/xpu[ipex]')}"
+            f"intel-extension-for-pytorch {extension} was not built for torch {torch};"
+            f" to install the pair: {install_hint('backends/xpu[ipex]')}"
         )
     return None
 
@@ -79,7 +79,7 @@ def torch_is_built_for_xpu() -> bool | None:
 
 
 def gpus() -> list[Path]:
-    """Return the device nodes of Intel's GPUs, integrated ones too."""
+    """Return the device files of Intel's GPUs, integrated GPUs included."""
     nodes = sorted((ROOT / "sys/class/drm").glob("renderD*"))
     vendors = {node.name: node / "device/vendor" for node in nodes}
     return [
@@ -108,27 +108,28 @@ def gpu_count() -> int | None:
 
 
 def _tiles(node: Path) -> int | None:
-    """Return the number of a GPU's tiles; None where the kernel does not tell.
+    """Return the number of a GPU's tiles; None if the kernel has no such files.
 
-    The driver xe has a directory for each, i915 one for each GT, of which a tile has one or two.
+    The driver xe has a directory per tile, i915 a directory per GT; a tile has one or two GTs.
     """
-    about = ROOT / "sys/class/drm" / node.name / "device"
-    of_xe = [*about.glob("tile[0-9]*")]
-    of_i915 = [*about.glob("drm/card*/gt/gt[0-9]*")]
-    return len(of_xe or of_i915) or None
+    device = ROOT / "sys/class/drm" / node.name / "device"
+    xe_tiles = [*device.glob("tile[0-9]*")]
+    i915_gts = [*device.glob("drm/card*/gt/gt[0-9]*")]
+    return len(xe_tiles or i915_gts) or None
 
 
 def _may_be_integrated(node: Path) -> bool:
-    """Return whether a GPU is on the CPU's bus, as some of virtual machines are too."""
+    """Return True if a GPU is on the CPU's bus; discrete GPUs of virtual machines may be on it too."""
     address = (ROOT / "sys/class/drm" / node.name / "device").resolve().name
     return address.split(":")[1:2] in (["00"], [])
 
 
 def cpus_near(uuid: bytes) -> set[int]:
-    """Return the CPUs nearest the GPU with this UUID; empty where that is unknown.
+    """Return the CPUs nearest the GPU with this UUID; empty if the kernel does not know them.
 
-    Level Zero's UUID, little-endian: vendor, device, revision, PCI domain (2 bytes each), bus, device,
-    function (1 each), padding, sub-device (intel/compute-runtime, generateUuidFromPciBusInfo).
+    Level Zero builds the UUID of vendor, device, revision and PCI domain (2 bytes each, little-endian), bus,
+    device and function (1 byte each), padding and sub-device (generateUuidFromPciBusInfo in
+    intel/compute-runtime).
     """
     if len(uuid) != 16 or int.from_bytes(uuid[:2], "little") != int(INTEL, 16):
         return set()
@@ -140,11 +141,11 @@ def cpus_near(uuid: bytes) -> set[int]:
     return {cpu for first, _, last in ends for cpu in range(int(first), int(last or first) + 1)}
 
 
-def contradicted(options: XpuConfig) -> Iterator[str]:
-    """Yield why options do not hold: a variable of the user says otherwise, and wins.
+def conflicts(options: XpuConfig) -> Iterator[str]:
+    """Yield an error if a variable of the user's environment overrides the option `tf32`.
 
-    torch states no mode for convolutions without TF32 (ATen/native/mkldnn/xpu, apply_tf32_if_allowed),
-    and oneDNN takes the variable's, in whichever case it is written.
+    torch passes no mode to oneDNN for convolutions without TF32 (apply_tf32_if_allowed in
+    ATen/native/mkldnn/xpu), so oneDNN uses the mode in the variable, in upper or lower case.
     """
     name = next((name for name in FLOAT32 if os.environ.get(name)), FLOAT32[0])
     value = os.environ.get(name, "")

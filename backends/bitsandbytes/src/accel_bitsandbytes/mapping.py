@@ -1,4 +1,4 @@
-"""Weights on their way to disk: written as they are made, and mapped."""
+"""Quantised weights in memory-mapped files."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from tempfile import mkstemp
 import torch
 from torch import nn
 
-__all__ = ["park"]
+__all__ = ["map_weight"]
 
 
-def park(module: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Write the module's weight to a file in `folder`, and map it from there.
+def map_weight(module: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Write the module's weight to a file in `folder`, and replace it by a memory map of the file.
 
-    The file may be removed while the view is in use.
+    The file may be removed while the map is in use.
     """
     weight = module.get_parameter("weight")
     values = weight.detach().contiguous().reshape(-1).view(torch.uint8)
