@@ -84,9 +84,7 @@ def of_model(config: Sized, model: nn.Module, *, is_half: bool) -> Iterator[str]
         yield unserved
 
 
-def of_optimizers(
-    config: Sized, optimizers: Sequence[Optimizer], device: torch.device
-) -> Iterator[str]:
+def of_optimizers(config: Sized, optimizers: Sequence[Optimizer], device: torch.device) -> Iterator[str]:
     """Reasons why megatron-core cannot step in place of these optimizers."""
     for optimizer in optimizers:
         if reason := stepping.why_unsupported(optimizer, config, device):
