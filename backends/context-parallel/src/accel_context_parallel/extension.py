@@ -13,17 +13,29 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel_context_parallel.attention import attending
+from accel_context_parallel.attention import RING_DEVICES, Rings, Sequences, install, running_in
 from accel_context_parallel.models import (
+    Argument,
     Asked,
     PositionArgument,
-    attend_causally,
     refuse_unshifted_labels,
+    tokens_in,
 )
-from accel_context_parallel.sequence import length_of, part, places, positions
+from accel_context_parallel.registered import attend_by_cp, pretrained, refused
+from accel_context_parallel.sequence import (
+    Part,
+    Rows,
+    documents_between,
+    length_of,
+    part,
+    places,
+    positions,
+)
 from accel_core import AccelError, MeshDim, get_logger, hooks, implements
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from accel_context_parallel.config import ContextParallelPlugin
     from accel_core import Run, RunConfig, Unit, World
 
@@ -31,28 +43,25 @@ __all__ = ["ContextParallel"]
 
 _logger = get_logger(__name__)
 
-PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
-"""Entries by which collate functions tell documents of one row apart."""
-
 
 class ContextParallel:
-    """Mesh dimension `cp`.
-
-    Its ranks read the same samples, and have parts of their sequences.
-    """
+    """Mesh dimension `cp`: its ranks read the same samples, and have parts of their sequences."""
 
     below: Any
 
     def __init__(self, config: ContextParallelPlugin, run: Run) -> None:
         self.config, self.run = config, run
         self._parts: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        """Tensor with a part of sequences -> length of the whole; ends with its batch."""
+        """Tensor with a part of sequences -> its `Part`; ends with its batch."""
         self._given = 0
         """Whole length for the forward that begins; 0 if its inputs hold no parts."""
-        self._shared = 0
-        """Whole length of the sequences of the step that runs; 0 outside of steps."""
-        self._restarts: Tensor | None = None
-        """Flag on a device: a batch holds packed rows. Read at the next batch."""
+        self._rows = Rows()
+        """Rows of the forward of a model of transformers that begins, or of the last one."""
+        self._running: Sequences | None = None
+        """The sequences of the step that runs; None outside of steps."""
+        self._rings: Rings | None = None
+        self._attended: set[Unit | None] = set()
+        """Units of pipelines of which some stage has attended."""
 
     @property
     def ranks(self) -> int:
@@ -63,19 +72,49 @@ class ContextParallel:
     def mesh_dims(self, config: RunConfig, world: World) -> Sequence[MeshDim]:
         return [MeshDim("cp", self.config.size)]
 
+    @implements(hooks.refuse_unit)
+    def refuse_unit(
+        self, unit: Unit, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    ) -> Sequence[str]:
+        if self.ranks == 1:
+            return ()
+        reasons = [reason for model in models for each in pretrained(model) for reason in refused(each)]
+        device = self.run.device.type
+        if self.config.rotate_method == "alltoall" and device not in RING_DEVICES:
+            reasons.append(
+                f"cp.rotate_method is alltoall, which torch's ring attention does not serve on {device}\n"
+                "set cp.rotate_method: allgather"
+            )
+        return reasons
+
     @implements(hooks.transform_model)
     def transform_model(self, unit: Unit, model: nn.Module, phase: str) -> nn.Module:
         if self.ranks > 1 and phase == "convert":
-            attend_causally(model, lambda: self._shared > 0)
-            note = partial(self._note, PositionArgument(model))
-            model.register_forward_pre_hook(Asked(torch.compiler.disable(note)), with_kwargs=True)
+            install()
+            self._hook(model, partial(self._note, PositionArgument(model)))
+            for each in pretrained(model):
+                attend_by_cp(each)
+                where, mask = Argument(each, "position_ids"), Argument(each, "attention_mask")
+                self._hook(each, partial(self._note_rows, where, mask))
         return model
 
+    @staticmethod
+    def _hook(model: nn.Module, note: Callable[..., Any]) -> None:
+        model.register_forward_pre_hook(Asked(torch.compiler.disable(note)), with_kwargs=True)
+
+    @implements(hooks.release)
+    def release(self, unit: Unit) -> None:
+        if self._rings is not None:
+            self._rings.close()
+            self._rings = None
+
+    # -- arguments of forwards -------------------------------------------------------------------
+
     def _note(self, argument: PositionArgument, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self._given = given = self._length_in((args, kwargs))
-        if length := self._shared or given:
+        self._given = self._length_in((args, kwargs))
+        if length := self._length_running or self._given:
             refuse_unshifted_labels(module, kwargs)
-            return self._with_positions(argument, args, kwargs, length, has_parts=given > 0)
+            return self._with_positions(argument, args, kwargs, length, has_parts=self._given > 0)
         return None
 
     def _with_positions(
@@ -88,21 +127,90 @@ class ContextParallel:
                 where = positions(length, self.ranks, self.run.device)[self.run.mesh.index("cp")]
                 argument.find_elsewhere(tree_leaves((args, kwargs)), where)
             return None
-        dim = self.config.buffers.get("input_ids", 1)
-        tokens = argument.tokens_without(args, kwargs)
-        if tokens is None or tokens.dim() < 2 or tokens.shape[dim] * self.ranks != length:
+        tokens = tokens_in(args, kwargs)
+        if argument.get(args, kwargs) is not None or tokens is None or not self._is_part(tokens, length):
             return None
         where = positions(length, self.ranks, tokens.device)[self.run.mesh.index("cp")]
-        return argument.filled(args, kwargs, places(where, tokens, dim))
+        return argument.put(args, kwargs, places(where, tokens, self.config.buffers.get("input_ids", 1)))
+
+    def _note_rows(self, where: Argument, mask: Argument, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Find the documents and the padding of a model of transformers, and give it the mask of its part.
+
+        A mask is passed always: without one transformers looks for documents between the positions of the
+        part, and the host waits for the device.
+        """
+        length, tokens = self._length_running or self._given, tokens_in(args, kwargs)
+        found, self._rows = mask.get(args, kwargs), Rows()
+        if length and tokens is not None and self._is_part(tokens, length):
+            assert self.run.mesh is not None
+            documents = self._documents_of(where.get(args, kwargs), kwargs, tokens, length)
+            if found is None:
+                found = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+                self._rows = Rows(documents)
+            else:
+                self._rows = Rows(documents, self._padding_of(found, length))
+                is_whole = found.shape[1] == length
+                found = part(found, 1, self.run.mesh.index("cp"), self.ranks) if is_whole else found
+            if mask.index is not None:
+                args, kwargs = mask.put(args, kwargs, found)
+        if self._running is not None:
+            self._running.rows = self._rows
+        return args, kwargs
+
+    def _documents_of(
+        self, where: Any, kwargs: Mapping[str, Any], tokens: Tensor, length: int
+    ) -> Tensor | None:
+        if isinstance(boundaries := kwargs.get("cu_seq_lens_q"), Tensor):
+            if len(tokens) != 1:
+                raise AccelError(
+                    f"cp: cu_seq_lens_q with a batch of {len(tokens)} rows; its numbers are for one row\n"
+                    "give the model one row, or position_ids that restart with each document"
+                )
+            return documents_between(boundaries, length)
+        known = None if where is None else self._part_of(where)
+        return None if known is None else self._warned(known.documents, "position_ids")
+
+    def _padding_of(self, mask: Any, length: int) -> Tensor | None:
+        whole = Part(length, mask) if mask.dim() == 2 and mask.shape[1] == length else self._part_of(mask)
+        if whole is None or mask.dim() != 2:
+            raise AccelError(
+                f"cp: an attention_mask of shape {tuple(mask.shape)}; {self.ranks} ranks share sequences of"
+                f" {length}, and a mask says which tokens are padding\npass the batch's own attention_mask,"
+                " of shape (batch, sequence)"
+            )
+        return self._warned(whole.kept, "an attention_mask")
+
+    def _warned(self, found: Tensor | None, name: str) -> Tensor | None:
+        if found is not None and self.run.device.type in RING_DEVICES:
+            _logger.warning_once(
+                "cp: batches have %s, so that attention takes masks of (sequence / %d ranks) x sequence"
+                " instead of torch's ring attention: leave the entry out if rows hold one document without"
+                " padding",
+                name,
+                self.ranks,
+            )
+        return found
+
+    def _is_part(self, tokens: Tensor, length: int) -> bool:
+        dim = self.config.buffers.get("input_ids", 1)
+        return tokens.dim() > 1 and tokens.shape[dim] * self.ranks == length
+
+    @property
+    def _length_running(self) -> int:
+        return 0 if self._running is None else self._running.length
 
     def _length_in(self, batch: Any) -> int:
-        """Whole length of the sequences that a batch's tensors are parts of, or 0."""
-        for leaf in tree_leaves(batch):
-            if isinstance(leaf, Tensor):
-                for tensor in (leaf, leaf._base):
-                    if tensor is not None and tensor in self._parts:
-                        return int(self._parts[tensor])
-        return 0
+        """Return the whole length of the sequences that a batch's tensors are parts of, or 0."""
+        leaves = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+        found = next((known for leaf in leaves if (known := self._part_of(leaf))), None)
+        return 0 if found is None else found.length
+
+    def _part_of(self, tensor: Tensor) -> Part | None:
+        for each in (tensor, tensor._base):
+            if each is not None and each in self._parts:
+                known: Part = self._parts[each]
+                return known
+        return None
 
     # -- batches ---------------------------------------------------------------------------------
 
@@ -112,7 +220,7 @@ class ContextParallel:
             return batch
         named = batch if isinstance(batch, Mapping) else _numbered(batch)
         dims = {name: dim for name, dim in self.config.buffers.items() if name in named}
-        self._refuse_packed(named)
+        self._refuse_rows(named)
         if not dims:
             if self.config.buffers:
                 _logger.warning_once(
@@ -123,27 +231,29 @@ class ContextParallel:
             return batch
         length = length_of(named, dims, self.ranks)
         parts = self._parts_of(named, dims, length)
-        for tensor in parts.values():
-            self._parts[tensor] = length
+        for name, tensor in parts.items():
+            self._know(tensor, length, named.get(name))
         return _with(batch, {**named, **parts})
 
-    def _refuse_packed(self, batch: Mapping[str, Any]) -> None:
-        """Raise AccelError.
+    def _know(self, tensor: Tensor, length: int, whole: Tensor | None) -> None:
+        self._parts[tensor] = Part(length, None if whole is None or whole.is_floating_point() else whole)
 
-        Rows hold several documents, each of which would see the others.
-        """
-        found = [name for name in PACKED if batch.get(name) is not None]
-        where = batch.get("position_ids")
-        doubt, self._restarts = self._restarts, None
-        if isinstance(where, Tensor) and "position_ids" in self.config.buffers:
-            self._restarts = (where.diff(dim=self.config.buffers["position_ids"]) != 1).any()
-            if where.device.type == "cpu":
-                doubt, self._restarts = self._restarts, None
-        if found or (doubt is not None and doubt.item()):
-            what = ", ".join(found) or "position_ids that do not rise by one"
+    def _refuse_rows(self, batch: Mapping[str, Any]) -> None:
+        """Refuse rows that no layer could tell apart."""
+        assert self.run.mesh is not None
+        if batch.get("seq_idx") is not None:
             raise AccelError(
-                f"cp: packed rows ({what}): each document would attend to those before it in its row\n"
-                "give each document a row of its own, padded on the right, or train without cp"
+                "cp: packed rows (seq_idx), which recurrent layers read; cp serves attention only\n"
+                "leave seq_idx out, and tell documents apart by position_ids that restart"
+            )
+        entries = ("attention_mask", "position_ids", "cu_seq_lens_q")
+        if found := [
+            name for name in entries if self.run.mesh.size("pp") > 1 and batch.get(name) is not None
+        ]:
+            raise AccelError(
+                f"cp: batches with {', '.join(found)}, of which the later stages of a pipeline know nothing\n"
+                "leave the entries out: cp makes positions, and causal attention needs no mask of padding on"
+                " the right; give each document a row of its own"
             )
 
     def _parts_of(self, batch: Mapping[str, Any], dims: Mapping[str, int], length: int) -> dict[str, Tensor]:
@@ -188,7 +298,7 @@ class ContextParallel:
         whole = [buffer.data for buffer in buffers]
         for buffer, data, dim in zip(buffers, whole, dims, strict=True):  # one may be there twice
             buffer.data = part(data, dim, self.run.mesh.index("cp"), self.ranks)
-            self._parts[buffer] = length
+            self._know(buffer, length, data)
         try:
             with self._attend(length):
                 yield
@@ -212,16 +322,16 @@ class ContextParallel:
                     " its tensors are parts of sequences is not known\npass the loader's own batch:"
                     " accelerator.accumulate(model, batch=batch)"
                 )
-        return self._attend(length)
+        return self._attend(length, unit)
 
     @implements(hooks.autocast)
     def autocast(self, unit: Unit) -> Callable[[], AbstractContextManager[None]] | None:
-        """Not to cast: a forward that no step surrounds is seen here."""
+        """Return the context of forwards: in it, forwards that no step surrounds are seen."""
         return self._forward if self.ranks > 1 else None
 
     def _forward(self) -> AbstractContextManager[None]:
         length, self._given = self._given, 0
-        if len(self._parts) and not self._shared and torch.is_grad_enabled():
+        if len(self._parts) and self._running is None and torch.is_grad_enabled():
             raise AccelError(
                 "cp: a model trains on its part of each sequence outside of any step\n"
                 "write `with accelerator.accumulate(model, batch=batch):` around forward and backward, or use"
@@ -230,26 +340,39 @@ class ContextParallel:
         return self._attend(length)
 
     @contextmanager
-    def _attend(self, length: int) -> Iterator[None]:
-        if self._shared or not length:
+    def _attend(self, length: int, unit: Unit | None = None) -> Iterator[None]:
+        if self._running is not None or not length:
             yield
             return
         assert self.run.mesh is not None
-        self._shared = length
+        mesh, method = self.run.mesh.device_mesh["cp"], self.config.rotate_method
+        if self._rings is None and mesh.device_type in RING_DEVICES:
+            self._rings = Rings(mesh, method)
+        self._running = sequences = Sequences(mesh, length, self._rings, only_rings=method == "alltoall")
+        sequences.rows = self._rows
         try:
-            with attending(self.run.mesh.device_mesh["cp"], length, self._anyone):
+            with running_in(sequences):
                 yield
         finally:
-            self._shared = 0
+            self._running = None
+        if not self._has_attended(sequences, unit):
+            raise AccelError(
+                "cp: the model never called torch.nn.functional.scaled_dot_product_attention: it saw only"
+                " this rank's part of each sequence\nlet its attention call it, by this name (transformers:"
+                ' attn_implementation="sdpa"), or train without cp'
+            )
 
-    def _anyone(self, called: bool) -> bool:
-        """Return True if any stage of a pipeline did; some have no attention. Collective."""
+    def _has_attended(self, sequences: Sequences, unit: Unit | None) -> bool:
+        """Return True if some layer has attended. Collective in the first window of a pipeline."""
         assert self.run.mesh is not None
-        names = [name for name in self.run.mesh.names("model") if self.run.mesh.size(name) > 1]
-        if not names:
-            return called
-        told = torch.tensor(float(called), device=self.run.device)
-        return bool(self.run.collectives("+".join(names)).all_reduce(told, "max"))
+        if self.run.mesh.size("pp") == 1:
+            return sequences.attended
+        if unit not in self._attended:  # some stages have no attention, and ranks agree once
+            attended = torch.tensor(float(sequences.attended), device=self.run.device)
+            if not self.run.collectives("pp").all_reduce(attended, "max"):
+                return False
+            self._attended.add(unit)
+        return True
 
 
 def _numbered(batch: Any) -> dict[str, Any]:
