@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 
 import torch
-from cp_problem import LENGTH, VOCABULARY, accelerator_of
+from cp_problem import LENGTH, VOCABULARY, accelerator_of, complaint
+from cp_traffic import Reads
 from torch.utils.data import DataLoader
 
 from accel_core import AccelError
@@ -160,7 +161,47 @@ def cases():
     dist.init_process_group("gloo")
     found = {case: outcome(*case) for case in CASES}
     found["checkpointed"] = outcome("window", "packed", "loader", "ddp", True)
+    found["reads"] = reads_of_a_microbatch()
+    found["refused"] = refused()
     dist.destroy_process_group()
+    return found
+
+
+def reads_of_a_microbatch():
+    """Return the numbers that the host reads in the second micro-batch of a causal model."""
+    accelerator = accelerator_of(size=2, buffers={"input_ids": 1})
+    model, loader = accelerator.prepare(model_of("causal"), DataLoader(rows_of("whole"), 2))
+    batches = iter(loader)
+    for _ in range(2):
+        with Reads() as reads:
+            batch = next(batches)
+            with accelerator.accumulate(model, batch=batch):
+                accelerator.backward(model(input_ids=batch["input_ids"]).logits.sum())
+    accelerator.end_training()
+    return reads.places
+
+
+def refused():
+    """Return the errors of models and batches that cp does not serve."""
+    found = {}
+    for name, change in {
+        "eager": lambda model: model.set_attn_implementation("eager"),
+        "chunked": lambda model: setattr(model.config, "layer_types", ["chunked_attention"] * 2),
+    }.items():
+        accelerator, model = accelerator_of(size=2), model_of("causal")
+        change(model)
+        found[name] = complaint(accelerator.prepare, model)
+        accelerator.end_training()
+    accelerator = accelerator_of(size=2, buffers={"input_ids": 1, "position_ids": 1})
+    model, loader = accelerator.prepare(model_of("causal"), DataLoader(rows_of("packed"), 2))
+    batch = next(iter(loader))
+    with accelerator.accumulate(model, batch=batch):
+        own = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"].clone()}
+        found["positions of its own"] = complaint(lambda: model(**own))
+        blocks = {"input_ids": batch["input_ids"], "attention_mask": torch.ones(2, 1, LENGTH, LENGTH)}
+        found["a mask of blocks"] = complaint(lambda: model(**blocks))
+        accelerator.backward(model(input_ids=batch["input_ids"]).logits.sum())
+    accelerator.end_training()
     return found
 
 

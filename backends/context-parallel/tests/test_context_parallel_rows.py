@@ -27,3 +27,20 @@ def test_rows_train_as_in_one_process(case, trained):
 def test_documents_stay_apart_in_blocks_that_backward_computes_again(trained):
     for found in trained:
         assert_same(found["checkpointed"], cp_rows.plain("window", "packed"))
+
+
+def test_the_host_reads_no_number_of_a_model_of_transformers(trained):
+    assert [found["reads"] for found in trained] == [[], []]
+
+
+def test_models_and_arguments_that_would_be_wrong_on_a_part_are_refused_by_name(trained):
+    said = {
+        "eager": 'load the model with attn_implementation="sdpa"',
+        "chunked": "LlamaForCausalLM has layers of chunked_attention",
+        "positions of its own": "position_ids that are not the batch's own",
+        "a mask of blocks": "an attention_mask of shape (2, 1, 16, 16)",
+    }
+    for found in trained:
+        assert found["refused"].keys() == said.keys()
+        for mistake, words in said.items():
+            assert words in found["refused"][mistake], mistake
