@@ -227,7 +227,8 @@ class ContextParallel:
     def _mesh(self) -> DeviceMesh:
         """The ranks that share sequences. To slice a mesh reads numbers, so that it happens once."""
         assert self.run.mesh is not None
-        return self.run.mesh.device_mesh["cp"]
+        mesh: DeviceMesh = self.run.mesh.device_mesh["cp"]
+        return mesh
 
     @contextmanager
     def _attend(self, length: int, unit: Unit | None = None) -> Iterator[None]:

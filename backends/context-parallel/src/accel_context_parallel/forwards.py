@@ -1,4 +1,4 @@
-"""Which tensors are parts of sequences, and what forwards that get them are given."""
+"""Parts of sequences, and the arguments of the forwards that get them."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Rows:
 
 @define(eq=False)
 class Part:
-    """What a tensor with parts of sequences was before."""
+    """The whole of which a tensor is a part."""
 
     length: int
     whole: Tensor | None = None
