@@ -21,6 +21,7 @@ LIBRARIES = {
     "accel_transformer_engine": "transformer_engine",
     "accel_fsdp": "transformers",
     "accel_compat": "transformers",
+    "accel_context_parallel": "transformers",
     "accel_big_models": "transformers",
     "accel_bitsandbytes": "bitsandbytes",
     "accel_sagemaker": "sagemaker",

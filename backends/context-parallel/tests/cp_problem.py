@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from datetime import timedelta
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from accel_context_parallel import ContextParallelPlugin
+from accel_context_parallel.sequence import positions
 from accel_core import Accelerator, AccelError, InitProcessGroupKwargs, ParallelismConfig
 from accel_testing.patience import patience
 
@@ -111,6 +113,14 @@ def plain(causal=True, batch_size=4, epochs=7):
 
 PATIENCE = timedelta(seconds=patience(30))
 BUFFERS = {"input_ids": 1, "targets": 1}
+SPLIT = {
+    "ACCEL__EXTENSIONS": "cp,tensor-parallel",
+    "ACCEL__PARALLELISM__TP": "2",
+    "ACCEL__TENSOR_PARALLEL__PARALLELIZE_PLAN": json.dumps(
+        {"blocks.*.queries": "colwise", "blocks.*.keys": "colwise", "blocks.*.values": "colwise"}
+        | {"blocks.*.out": "rowwise"}
+    ),
+}
 
 
 def accelerator_of(strategy="ddp", size=-1, buffers=BUFFERS, timeout=PATIENCE, **more):
@@ -232,13 +242,26 @@ def mistakes():
     for name, rows in {
         "odd length": samples(LENGTH + 1),
         "two lengths": [{**row, "mask": torch.ones(LENGTH * 2)} for row in samples()],
-        "attention_mask": [{**row, "attention_mask": torch.ones(LENGTH)} for row in samples()],
-        "packed": [{**row, "position_ids": torch.arange(LENGTH) % 8} for row in samples()],
         "documents": [{**row, "seq_idx": torch.zeros(LENGTH)} for row in samples()],
     }.items():
         found[name] = complaint(next, iter(accelerator.prepare(DataLoader(rows, 4))))
     accelerator.end_training()
     return found
+
+
+def restarting():
+    """Logits of this rank's part of rows whose positions restart, and what they are in one process."""
+    rows = [{**row, "position_ids": torch.arange(LENGTH) % 8} for row in samples()]
+    accelerator = accelerator_of(buffers={**BUFFERS, "position_ids": 1})
+    model, loader = accelerator.prepare(Gpt(), DataLoader(rows, 4))
+    batch = next(iter(loader))
+    with accelerator.accumulate(model, batch=batch):
+        logits = model(batch["input_ids"], batch["position_ids"]).detach()
+    whole = next(iter(DataLoader(rows, 4)))
+    expected = Gpt()(whole["input_ids"], whole["position_ids"]).detach()
+    mine = positions(LENGTH, 2, logits.device)[accelerator.process_index]
+    accelerator.end_training()
+    return logits, expected[:, mine]
 
 
 def unattentive():

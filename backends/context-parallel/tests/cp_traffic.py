@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import traceback
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -94,10 +95,10 @@ def by_hand(strategy, scale):
             parts = {name: tensor[:, mine] for name, tensor in batch.items()}
             parts["position_ids"] = mine.expand_as(parts["input_ids"])
             with model.no_sync() if strategy == "ddp" and not last else nullcontext():
-                F.scaled_dot_product_attention = attention
+                before, F.scaled_dot_product_attention = F.scaled_dot_product_attention, attention
                 loss = loss_of(model, parts)[0] / WINDOW
                 loss.backward()
-                F.scaled_dot_product_attention = attend
+                F.scaled_dot_product_attention = before
             total += loss.item()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
@@ -172,3 +173,36 @@ def both(strategies):
         end()
     dist.destroy_process_group()
     return found
+
+
+class Reads(TorchDispatchMode):
+    """Collects the files in which the host reads a number: on an accelerator, it would wait for each."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is torch.ops.aten._local_scalar_dense:
+            stack = [f"{each.filename}:{each.lineno}" for each in traceback.extract_stack()]
+            self.places.append([each for each in stack if "/torch/" not in each][-6:])
+        return func(*args, **(kwargs or {}))
+
+
+def in_a_microbatch():
+    """Return (collectives, reads) of the second window, whose layers are split too.
+
+    The caller's variables say how layers are split.
+    """
+    run = accelerator_of("fsdp", size=2)
+    model = Gpt()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(samples(), 4))
+    batches = iter(loader)
+    for _ in range(2):
+        with Traffic() as seen, Reads() as reads:
+            batch = next(batches)
+            with run.accumulate(model, batch=batch):
+                run.backward(loss_of(model, batch)[0])
+    run.end_training()
+    return seen.calls, reads.places

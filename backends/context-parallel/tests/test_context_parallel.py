@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
-import json
 from typing import NamedTuple
 
 import cp_problem
 import pytest
 import torch
-from cp_problem import LENGTH, Gpt, samples
+from cp_problem import LENGTH, SPLIT, Gpt, samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.experimental import context_parallel
+from torch.nn import functional as F
 from torch.utils.data import default_collate
 
-from accel_context_parallel.attention import Counted, _torchs_own
-from accel_context_parallel.sequence import causal_mask, part, positions
-from accel_core import AccelError, TorchDynamoPlugin
+from accel_context_parallel import ContextParallelPlugin
+from accel_context_parallel.attention import Rings, Sequences
+from accel_context_parallel.sequence import Part, causal_mask, documents_between, part, positions
+from accel_core import Accelerator, AccelError, TorchDynamoPlugin
 
 CPU = torch.device("cpu")
 
@@ -121,13 +120,6 @@ def test_weights_may_be_sharded_over_the_ranks_that_share_sequences(world, shard
         assert_same(found, cp_problem.plain())
 
 
-SPLIT = {
-    "ACCEL__PARALLELISM__TP": "2",
-    "ACCEL__TENSOR_PARALLEL__PARALLELIZE_PLAN": json.dumps(
-        {"blocks.*.queries": "colwise", "blocks.*.keys": "colwise", "blocks.*.values": "colwise"}
-        | {"blocks.*.out": "rowwise"}
-    ),
-}
 STAGES = {"ACCEL__PARALLELISM__PP": "2"}
 HEAD = {**STAGES, "ACCEL__FSDP__PP_SPLIT_POINTS": '["head"]'}
 
@@ -224,37 +216,77 @@ def test_forwards_of_other_sequences_than_the_batchs_see_their_own_only(run_proc
         assert agree == [True] * 6
 
 
-@pytest.mark.parametrize(
-    ("options", "keys"), [({}, 4), ({"is_causal": True}, 8), ({"attn_mask": torch.ones(4, 4)}, 4)]
-)
-def test_on_accelerators_what_torch_cannot_balance_is_refused_in_words(options, keys):
-    query, key = torch.ones(1, 1, 4, 2), torch.ones(1, 1, keys, 2)
-    attention = Counted("cuda")
-    with pytest.raises(AccelError, match="balances causal attention within sequences only"):
-        attention(query, key, key, **options)
-    assert attention.called
+class Ring:
+    """Stands for torch's ring attention, which has no kernel for a CPU."""
+
+    def attend(self, *given, **options):
+        return "by rings"
 
 
-def entered_thrice():
-    mesh = init_device_mesh("cpu", (1,))
-    held = []
-    for _ in range(3):
-        with _torchs_own(mesh, 8):
-            pass
-        held.append(len(inspect.unwrap(context_parallel).__globals__["_replaced_functions"]))
-    return held
-
-
-def test_torchs_own_does_not_grow_each_time_it_is_entered(run_processes):
-    found = run_processes(in_a_group, world=1)[0]
-    assert found == [found[0]] * 3
-
-
-def in_a_group():
+def ways_of_attention():
+    """How a group of one attends: each way, and the error of a way that the rings do not serve."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    held = entered_thrice()
+    mesh, (query, key, value) = init_device_mesh("cpu", (1,)), torch.randn(3, 1, 2, 4, 8)
+    rings = Sequences(mesh, 4, Ring())
+    both = F.scaled_dot_product_attention(query, key, value)
+    found = {
+        "causal": rings.attend(query, key, value, None, 0.0, True),
+        "both directions": torch.equal(rings.attend(query, key, value, None, 0.0, False), both),
+    }
+    with pytest.raises(AccelError) as caught:
+        Sequences(mesh, 4, Ring(), only_rings=True).attend(query, key, value, None, 0.0, False)
+    found["alltoall"] = str(caught.value)
+    before = F.scaled_dot_product_attention
+    made = Rings(mesh, "alltoall")
+    found["replaced"] = F.scaled_dot_product_attention is not before
+    made.close()
+    found["left replaced"] = F.scaled_dot_product_attention is not before
     dist.destroy_process_group()
-    return held
+    return found
+
+
+def test_rings_serve_causal_attention_and_keys_are_gathered_for_all_else(run_processes):
+    (found,) = run_processes(ways_of_attention, world=1)
+    assert found["causal"] == "by rings"
+    assert found["both directions"]
+    assert found["alltoall"].endswith("set cp.rotate_method: allgather")
+
+
+def test_torchs_rings_leave_the_function_of_torch_alone(run_processes):
+    (found,) = run_processes(ways_of_attention, world=1)
+    assert not found["replaced"]
+    assert not found["left replaced"]
+
+
+def with_alltoall():
+    plugin = ContextParallelPlugin(rotate_method="alltoall")
+    accelerator = Accelerator(cpu=True, strategy="ddp", plugins=[plugin])
+    return cp_problem.complaint(accelerator.prepare, Gpt())
+
+
+@pytest.mark.needs("accel-ddp")
+def test_a_rotate_method_without_a_kernel_is_refused_by_name(run_processes):
+    for said in run_processes(with_alltoall, world=2):
+        assert "cp.rotate_method is alltoall, which torch's ring attention does not serve on cpu" in said
+
+
+# -- no wait for a device --------------------------------------------------------------------------
+
+
+def test_documents_and_padding_are_found_without_reading_from_the_device():
+    """A tensor of the meta device has no numbers: to read one is an error."""
+    whole = torch.zeros(2, 8, dtype=torch.long, device="meta")
+    assert Part(8, whole).documents.shape == (2, 8)
+    assert Part(8, whole).kept.shape == (2, 8)
+    assert documents_between(torch.zeros(4, dtype=torch.int32, device="meta"), 8).shape == (1, 8)
+
+
+def test_documents_are_told_apart_by_positions_or_by_boundaries():
+    where = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]])
+    boundaries = torch.tensor([0, 3, 5, 8], dtype=torch.int32)
+    assert Part(8, where).documents.tolist() == [[0, 0, 0, 1, 1, 2, 2, 2]]
+    assert documents_between(boundaries, 8).tolist() == [[0, 0, 0, 1, 1, 2, 2, 2]]
+    assert Part(8, torch.arange(8)[None]).documents is None
 
 
 # -- batches ---------------------------------------------------------------------------------------
@@ -281,6 +313,13 @@ def test_what_has_a_sequence_is_shared_whatever_the_batch_is(run_processes):
         assert torch.equal(found[0], mine)
         assert found[1] == "x"
     assert torch.equal(run_processes(cp_problem.placed, ids, {"0": 1}, world=2)[0], mine)
+
+
+@pytest.mark.needs("accel-ddp")
+def test_positions_that_restart_mean_to_a_model_of_its_own_what_they_mean_in_one_process(run_processes):
+    """Its attention is causal over the row: nothing in the program tells documents apart."""
+    for found in run_processes(cp_problem.restarting, world=2):
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.needs("accel-ddp")
@@ -336,15 +375,13 @@ def test_a_batch_without_sequences_stays_whole(run_processes):
 def test_what_would_train_something_else_is_an_error_on_every_rank(run_processes):
     said = {
         "outside of a step": "accelerator.accumulate(model, batch=batch)",
-        "part of a part": "7 tokens a rank; 2 ranks share sequences of 16",
+        "part of a part": "7 queries and 7 keys per rank; 2 ranks share sequences of 16",
         "mask": "attention with a mask",
         "no attention": "never called torch.nn.functional.scaled_dot_product_attention",
         "odd length": "input_ids 17",
         "two lengths": "mask 32",
-        "attention_mask": "leave it out in the collate function",
-        "packed": "position_ids that do not rise by one",
         "documents": "packed rows (seq_idx)",
-        "keys of its own": "3 tokens a rank; 2 ranks share sequences of 16",
+        "keys of its own": "3 queries and 3 keys per rank; 2 ranks share sequences of 16",
         "nobody's batch": "pass the loader's own batch",
         "shared twice": "the loader has shared this batch out already",
     }
@@ -352,9 +389,3 @@ def test_what_would_train_something_else_is_an_error_on_every_rank(run_processes
         assert found.keys() == said.keys()
         for mistake, words in said.items():
             assert words in found[mistake], mistake
-
-
-def test_torchs_own_has_the_arguments_that_we_give_it():
-    assert {"mesh", "buffers", "buffer_seq_dims", "no_restore_buffers"} <= {
-        *inspect.signature(context_parallel).parameters
-    }

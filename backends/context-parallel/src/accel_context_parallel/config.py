@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 from attrs import frozen
 
@@ -18,7 +19,8 @@ def _names(value: Mapping[str, int]) -> Mapping[str, int]:
 
 
 def _usual() -> dict[str, int]:
-    return dict.fromkeys(("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids"), 1)
+    tokens = ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids", "attention_mask")
+    return dict.fromkeys(tokens, 1)
 
 
 @frozen(kw_only=True)
@@ -34,4 +36,9 @@ class ContextParallelPlugin(KwargsHandler):
         True,
         help="Give batches with input_ids the position_ids they lack, those with labels their shift_labels,"
         " and refuse models that take no positions.",
+    )
+    rotate_method: Literal["allgather", "alltoall"] = option(
+        "allgather",
+        help="How keys and values reach all ranks. allgather: all at once; alltoall: one rank's part at a"
+        " time, which takes less memory, for causal attention on CUDA devices.",
     )

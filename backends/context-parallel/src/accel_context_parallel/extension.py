@@ -5,25 +5,32 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
-from accel_context_parallel.attention import attending
+from accel_context_parallel.attention import RING_DEVICES, Rings, Sequences, install, running_in
+from accel_context_parallel.forwards import Forwards, Parts
 from accel_context_parallel.models import (
+    Argument,
     Asked,
     PositionArgument,
-    attend_causally,
-    refuse_unshifted_labels,
 )
-from accel_context_parallel.sequence import length_of, part, places, positions
+from accel_context_parallel.registered import attend_by_cp, pretrained, refused
+from accel_context_parallel.sequence import (
+    length_of,
+    part,
+    places,
+    positions,
+)
 from accel_core import AccelError, MeshDim, get_logger, hooks, implements
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
+
     from accel_context_parallel.config import ContextParallelPlugin
     from accel_core import Run, RunConfig, Unit, World
 
@@ -31,28 +38,21 @@ __all__ = ["ContextParallel"]
 
 _logger = get_logger(__name__)
 
-PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
-"""Entries by which collate functions tell documents of one row apart."""
-
 
 class ContextParallel:
-    """Mesh dimension `cp`.
-
-    Its ranks read the same samples, and have parts of their sequences.
-    """
+    """Mesh dimension `cp`: its ranks read the same samples, and have parts of their sequences."""
 
     below: Any
 
     def __init__(self, config: ContextParallelPlugin, run: Run) -> None:
         self.config, self.run = config, run
-        self._parts: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        """Tensor with a part of sequences -> length of the whole; ends with its batch."""
-        self._given = 0
-        """Whole length for the forward that begins; 0 if its inputs hold no parts."""
-        self._shared = 0
-        """Whole length of the sequences of the step that runs; 0 outside of steps."""
-        self._restarts: Tensor | None = None
-        """Flag on a device: a batch holds packed rows. Read at the next batch."""
+        self._parts = Parts()
+        self._forwards = Forwards(config, run, self._parts)
+        self._running: Sequences | None = None
+        """The sequences of the step that runs; None outside of steps."""
+        self._rings: Rings | None = None
+        self._attended: set[Unit | None] = set()
+        """Units of pipelines of which some stage has attended."""
 
     @property
     def ranks(self) -> int:
@@ -63,46 +63,41 @@ class ContextParallel:
     def mesh_dims(self, config: RunConfig, world: World) -> Sequence[MeshDim]:
         return [MeshDim("cp", config.parallelism.get("cp", 1))]
 
+    @implements(hooks.refuse_unit)
+    def refuse_unit(
+        self, unit: Unit, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    ) -> Sequence[str]:
+        if self.ranks == 1:
+            return ()
+        reasons = [reason for model in models for each in pretrained(model) for reason in refused(each)]
+        device = self.run.device.type
+        if self.config.rotate_method == "alltoall" and device not in RING_DEVICES:
+            reasons.append(
+                f"cp.rotate_method is alltoall, which torch's ring attention does not serve on {device}\n"
+                "set cp.rotate_method: allgather"
+            )
+        return reasons
+
     @implements(hooks.transform_model)
     def transform_model(self, unit: Unit, model: nn.Module, phase: str) -> nn.Module:
         if self.ranks > 1 and phase == "convert":
-            attend_causally(model, lambda: self._shared > 0)
-            note = partial(self._note, PositionArgument(model))
-            model.register_forward_pre_hook(Asked(torch.compiler.disable(note)), with_kwargs=True)
+            install()
+            self._hook(model, partial(self._forwards.note, PositionArgument(model)))
+            for each in pretrained(model):
+                attend_by_cp(each)
+                where, mask = Argument(each, "position_ids"), Argument(each, "attention_mask")
+                self._hook(each, partial(self._forwards.note_rows, where, mask))
         return model
 
-    def _note(self, argument: PositionArgument, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self._given = given = self._length_in((args, kwargs))
-        if length := self._shared or given:
-            refuse_unshifted_labels(module, kwargs)
-            return self._with_positions(argument, args, kwargs, length, has_parts=given > 0)
-        return None
+    @staticmethod
+    def _hook(model: nn.Module, note: Callable[..., Any]) -> None:
+        model.register_forward_pre_hook(Asked(torch.compiler.disable(note)), with_kwargs=True)
 
-    def _with_positions(
-        self, argument: PositionArgument, args: Any, kwargs: Any, length: int, *, has_parts: bool
-    ) -> Any:
-        """Return the arguments of a forward with the positions of its tokens, if it lacks them."""
-        assert self.run.mesh is not None
-        if argument.index is None:
-            if has_parts and self.config.derive and not argument.is_elsewhere:
-                where = positions(length, self.ranks, self.run.device)[self.run.mesh.index("cp")]
-                argument.find_elsewhere(tree_leaves((args, kwargs)), where)
-            return None
-        dim = self.config.buffers.get("input_ids", 1)
-        tokens = argument.tokens_without(args, kwargs)
-        if tokens is None or tokens.dim() < 2 or tokens.shape[dim] * self.ranks != length:
-            return None
-        where = positions(length, self.ranks, tokens.device)[self.run.mesh.index("cp")]
-        return argument.filled(args, kwargs, places(where, tokens, dim))
-
-    def _length_in(self, batch: Any) -> int:
-        """Whole length of the sequences that a batch's tensors are parts of, or 0."""
-        for leaf in tree_leaves(batch):
-            if isinstance(leaf, Tensor):
-                for tensor in (leaf, leaf._base):
-                    if tensor is not None and tensor in self._parts:
-                        return int(self._parts[tensor])
-        return 0
+    @implements(hooks.release)
+    def release(self, unit: Unit) -> None:
+        if self._rings is not None:
+            self._rings.close()
+            self._rings = None
 
     # -- batches ---------------------------------------------------------------------------------
 
@@ -112,7 +107,7 @@ class ContextParallel:
             return batch
         named = batch if isinstance(batch, Mapping) else _numbered(batch)
         dims = {name: dim for name, dim in self.config.buffers.items() if name in named}
-        self._refuse_packed(named)
+        self._refuse_rows(named)
         if not dims:
             if self.config.buffers:
                 _logger.warning_once(
@@ -123,27 +118,26 @@ class ContextParallel:
             return batch
         length = length_of(named, dims, self.ranks)
         parts = self._parts_of(named, dims, length)
-        for tensor in parts.values():
-            self._parts[tensor] = length
+        for name, tensor in parts.items():
+            self._parts.add(tensor, length, named.get(name))
         return _with(batch, {**named, **parts})
 
-    def _refuse_packed(self, batch: Mapping[str, Any]) -> None:
-        """Raise AccelError.
-
-        Rows hold several documents, each of which would see the others.
-        """
-        found = [name for name in PACKED if batch.get(name) is not None]
-        where = batch.get("position_ids")
-        doubt, self._restarts = self._restarts, None
-        if isinstance(where, Tensor) and "position_ids" in self.config.buffers:
-            self._restarts = (where.diff(dim=self.config.buffers["position_ids"]) != 1).any()
-            if where.device.type == "cpu":
-                doubt, self._restarts = self._restarts, None
-        if found or (doubt is not None and doubt.item()):
-            what = ", ".join(found) or "position_ids that do not rise by one"
+    def _refuse_rows(self, batch: Mapping[str, Any]) -> None:
+        """Refuse rows that no layer could tell apart."""
+        assert self.run.mesh is not None
+        if batch.get("seq_idx") is not None:
             raise AccelError(
-                f"cp: packed rows ({what}): each document would attend to those before it in its row\n"
-                "give each document a row of its own, padded on the right, or train without cp"
+                "cp: packed rows (seq_idx), which recurrent layers read; cp serves attention only\n"
+                "leave seq_idx out, and tell documents apart by position_ids that restart"
+            )
+        entries = ("attention_mask", "position_ids", "cu_seq_lens_q")
+        if found := [
+            name for name in entries if self.run.mesh.size("pp") > 1 and batch.get(name) is not None
+        ]:
+            raise AccelError(
+                f"cp: batches with {', '.join(found)}, of which the later stages of a pipeline know nothing\n"
+                "leave the entries out: cp makes positions, and causal attention needs no mask of padding on"
+                " the right; give each document a row of its own"
             )
 
     def _parts_of(self, batch: Mapping[str, Any], dims: Mapping[str, int], length: int) -> dict[str, Tensor]:
@@ -176,7 +170,7 @@ class ContextParallel:
         self, buffers: Sequence[Tensor], dims: Sequence[int], kept: Collection[Tensor]
     ) -> Iterator[None]:
         assert self.run.mesh is not None
-        shared = self._length_in(buffers)
+        shared = self._parts.length_in(buffers)
         if shared or not buffers or len(buffers) != len(dims):
             found = "the loader has shared this batch out already" if shared else "what has a sequence?"
             raise AccelError(
@@ -188,14 +182,14 @@ class ContextParallel:
         whole = [buffer.data for buffer in buffers]
         for buffer, data, dim in zip(buffers, whole, dims, strict=True):  # one may be there twice
             buffer.data = part(data, dim, self.run.mesh.index("cp"), self.ranks)
-            self._parts[buffer] = length
+            self._parts.add(buffer, length, data)
         try:
             with self._attend(length):
                 yield
         finally:
             left = set(map(id, kept))
             for buffer, data in zip(buffers, whole, strict=True):
-                self._parts.pop(buffer, None)
+                self._parts.drop(buffer)
                 if id(buffer) not in left:
                     buffer.data = data
 
@@ -203,7 +197,7 @@ class ContextParallel:
 
     @implements(hooks.step_context)
     def step_context(self, unit: Unit, batch: Any) -> AbstractContextManager[None]:
-        length = self._length_in(batch) if self.ranks > 1 else 0
+        length = self._parts.length_in(batch) if self.ranks > 1 else 0
         if not length and self.ranks > 1:
             named = batch if isinstance(batch, Mapping) else _numbered(batch)
             if unknown := [name for name in self.config.buffers if isinstance(named.get(name), Tensor)]:
@@ -212,16 +206,16 @@ class ContextParallel:
                     " its tensors are parts of sequences is not known\npass the loader's own batch:"
                     " accelerator.accumulate(model, batch=batch)"
                 )
-        return self._attend(length)
+        return self._attend(length, unit)
 
     @implements(hooks.autocast)
     def autocast(self, unit: Unit) -> Callable[[], AbstractContextManager[None]] | None:
-        """Not to cast: a forward that no step surrounds is seen here."""
+        """Return the context of forwards: in it, forwards that no step surrounds are seen."""
         return self._forward if self.ranks > 1 else None
 
     def _forward(self) -> AbstractContextManager[None]:
-        length, self._given = self._given, 0
-        if len(self._parts) and not self._shared and torch.is_grad_enabled():
+        length, self._forwards.length = self._forwards.length, 0
+        if len(self._parts) and self._running is None and torch.is_grad_enabled():
             raise AccelError(
                 "cp: a model trains on its part of each sequence outside of any step\n"
                 "write `with accelerator.accumulate(model, batch=batch):` around forward and backward, or use"
@@ -229,27 +223,46 @@ class ContextParallel:
             )
         return self._attend(length)
 
+    @cached_property
+    def _mesh(self) -> DeviceMesh:
+        """The ranks that share sequences. To slice a mesh reads numbers, so that it happens once."""
+        assert self.run.mesh is not None
+        mesh: DeviceMesh = self.run.mesh.device_mesh["cp"]
+        return mesh
+
     @contextmanager
-    def _attend(self, length: int) -> Iterator[None]:
-        if self._shared or not length:
+    def _attend(self, length: int, unit: Unit | None = None) -> Iterator[None]:
+        if self._running is not None or not length:
             yield
             return
-        assert self.run.mesh is not None
-        self._shared = length
+        mesh, method = self._mesh, self.config.rotate_method
+        if self._rings is None and mesh.device_type in RING_DEVICES:
+            self._rings = Rings(mesh, method)
+        self._running = sequences = Sequences(mesh, length, self._rings, only_rings=method == "alltoall")
+        sequences.rows = self._forwards.rows
         try:
-            with attending(self.run.mesh.device_mesh["cp"], length, self._anyone):
+            with running_in(sequences):
                 yield
         finally:
-            self._shared = 0
+            self._running = None
+        if not self._has_attended(sequences, unit):
+            raise AccelError(
+                "cp: the model never called torch.nn.functional.scaled_dot_product_attention: it saw only"
+                " this rank's part of each sequence\nlet its attention call it, by this name (transformers:"
+                ' attn_implementation="sdpa"), or train without cp'
+            )
 
-    def _anyone(self, called: bool) -> bool:
-        """Return True if any stage of a pipeline did; some have no attention. Collective."""
+    def _has_attended(self, sequences: Sequences, unit: Unit | None) -> bool:
+        """Return True if some layer has attended. Collective in the first window of a pipeline."""
         assert self.run.mesh is not None
-        names = [name for name in self.run.mesh.names("model") if self.run.mesh.size(name) > 1]
-        if not names:
-            return called
-        told = torch.tensor(float(called), device=self.run.device)
-        return bool(self.run.collectives("+".join(names)).all_reduce(told, "max"))
+        if self.run.mesh.size("pp") == 1:
+            return sequences.attended
+        if unit not in self._attended:  # some stages have no attention, and ranks agree once
+            attended = torch.tensor(float(sequences.attended), device=self.run.device)
+            if not self.run.collectives("pp").all_reduce(attended, "max"):
+                return False
+            self._attended.add(unit)
+        return True
 
 
 def _numbered(batch: Any) -> dict[str, Any]:

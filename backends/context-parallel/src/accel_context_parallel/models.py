@@ -1,6 +1,6 @@
-"""The arguments of models that see a part of each sequence: no mask, and the positions of the part.
+"""The arguments of models that see a part of each sequence: positions, a mask, labels.
 
-A mask, and positions that a model counts by itself, would be those of a sequence of the part's length.
+Positions and masks that a model makes by itself would be for a sequence of the part's length.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from accel_core import AccelError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Asked", "PositionArgument", "attend_causally", "refuse_unshifted_labels"]
+__all__ = ["Argument", "Asked", "PositionArgument", "refuse_unshifted_labels", "tokens_in"]
 
 _BY_NAME = sys.maxsize
 """Index of an argument that is never passed by position."""
@@ -43,33 +43,45 @@ class Asked:
         return Asked, ()
 
 
-class PositionArgument:
-    """The argument `position_ids` of a model's forward.
+class Argument:
+    """An argument of a model's forward.
 
-    index: its place among the arguments; None: the forward takes none.
+    index: the argument's place among the positional ones; None: the forward does not take the argument.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.name, self.index = type(model).__name__, _index_of_positions(model)
-        self.is_elsewhere = False
-        """Positions were seen among the other arguments."""
+    def __init__(self, model: nn.Module, name: str) -> None:
+        self.name, self.index = name, _index_of(model, name)
 
-    def tokens_without(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """Return the tokens, or embeddings, that come without positions; None if positions are passed."""
-        assert self.index is not None
-        own = args[self.index] if self.index < len(args) else kwargs.get("position_ids")
-        named = (kwargs.get(name) for name in ("input_ids", "inputs_embeds"))
-        found = next((each for each in (*named, *args[:1]) if isinstance(each, Tensor)), None)
-        return found if own is None else None
+    def get(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the value that is passed; None if there is none."""
+        if self.index is not None and self.index < len(args):
+            return args[self.index]
+        return kwargs.get(self.name)
 
-    def filled(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], where: Tensor
+    def put(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with these positions."""
+        """Return the arguments with this value."""
         assert self.index is not None
         if self.index < len(args):
-            return (*args[: self.index], where, *args[self.index + 1 :]), kwargs
-        return args, {**kwargs, "position_ids": where}
+            return (*args[: self.index], value, *args[self.index + 1 :]), kwargs
+        return args, {**kwargs, self.name: value}
+
+
+def tokens_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the tokens, or embeddings, of a forward."""
+    named = (kwargs.get(name) for name in ("input_ids", "inputs_embeds"))
+    return next((each for each in (*named, *args[:1]) if isinstance(each, Tensor)), None)
+
+
+class PositionArgument(Argument):
+    """The argument `position_ids` of a model's forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, "position_ids")
+        self.model = type(model).__name__
+        self.is_elsewhere = False
+        """Positions were seen among the other arguments."""
 
     def find_elsewhere(self, inputs: Iterable[Any], where: Tensor) -> None:
         """Look once, in the first forward of a part, if some input holds the positions of the part.
@@ -87,18 +99,18 @@ class PositionArgument:
         self.is_elsewhere = any(torch.equal(each, where.to(each).expand_as(each)) for each in rows)
         if not self.is_elsewhere:
             raise AccelError(
-                f"cp: the forward of {self.name} takes no position_ids, and would count the positions of this"
-                " rank's part of each sequence from 0\nlet it take position_ids, or give it an entry of the"
-                " batch that holds the positions; for a model without positions set cp.derive: false"
+                f"cp: the forward of {self.model} takes no position_ids, and would count the positions of"
+                " this rank's part of each sequence from 0\nlet it take position_ids, or give it an entry of"
+                " the batch that holds the positions; for a model without positions set cp.derive: false"
             )
 
 
-def _index_of_positions(model: nn.Module) -> int | None:
+def _index_of(model: nn.Module, name: str) -> int | None:
     parameters = inspect.signature(model.forward).parameters
-    if (own := parameters.get("position_ids")) is not None:
-        return _BY_NAME if own.kind is own.KEYWORD_ONLY else [*parameters].index("position_ids")
+    if (own := parameters.get(name)) is not None:
+        return _BY_NAME if own.kind is own.KEYWORD_ONLY else [*parameters].index(name)
     hands_on = any(each.kind is each.VAR_KEYWORD for each in parameters.values())  # as adapters do
-    if hands_on and any(_index_of_positions(each) is not None for each in model.children()):
+    if hands_on and any(_index_of(each, name) is not None for each in model.children()):
         return _BY_NAME
     return None
 
@@ -120,32 +132,3 @@ def refuse_unshifted_labels(model: nn.Module, kwargs: dict[str, Any]) -> None:
             " labels, and pass the entry that the loader adds: model(**batch), or"
             " shift_labels=batch['shift_labels']"
         )
-
-
-def attend_causally(model: nn.Module, is_shared: Callable[[], bool]) -> None:
-    """Let each `self_attn` be causal instead of masked.
-
-    Other models stay as they are.
-
-    is_shared: whether the forward that runs is of parts of sequences; others keep their masks.
-
-    Raises:
-        AccelError: some layer attends to less than all tokens before.
-    """
-    config = getattr(model, "config", None)
-    usual = ["sliding_attention"] if getattr(config, "sliding_window", None) else []
-    kinds = set(getattr(config, "layer_types", None) or usual) - {"full_attention"}
-    if kinds:
-        raise AccelError(
-            f"cp: {type(model).__name__} has layers of {', '.join(sorted(kinds))}, whose masks"
-            " cannot be shared out\nuse a model with full attention, or train without cp"
-        )
-
-    def unmask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        if "attention_mask" in kwargs and is_shared():
-            kwargs.update(attention_mask=None, is_causal=True)
-        return args, kwargs
-
-    for name, module in model.named_modules():
-        if name.endswith("self_attn"):
-            module.register_forward_pre_hook(Asked(unmask), with_kwargs=True)
