@@ -11,16 +11,21 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_core import Accelerator, AccelError
+from accel_core import Accelerator, AccelError, ConfigError, ParallelismConfig
 from accel_deepspeed import DeepSpeedPlugin
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 LENGTH, WORDS, WIDTH = 8, 13, 16
 
 
-def accelerator(stage: int) -> Accelerator:
-    settings = {"sequence_parallel_size": 2, "zero_optimization": {"stage": stage}}
-    return Accelerator(device="cpu", plugins=[DeepSpeedPlugin(hf_ds_config=settings)])
+def accelerator(stage: int, in_json: bool = False) -> Accelerator:
+    settings: dict[str, Any] = {"zero_optimization": {"stage": stage}}
+    if in_json:
+        settings["sequence_parallel_size"] = 2
+    sizes = None if in_json else ParallelismConfig(sp=2)
+    return Accelerator(
+        device="cpu", parallelism_config=sizes, plugins=[DeepSpeedPlugin(hf_ds_config=settings)]
+    )
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -55,9 +60,9 @@ def tokens() -> TensorDataset:
     return TensorDataset(ids[:, :-1], ids[:, 1:])
 
 
-def shared(stage: int) -> tuple[list[float], list[float]]:
+def shared(stage: int, in_json: bool) -> tuple[list[float], list[float]]:
     """(mean loss of all ranks, by hand of one process), step by step."""
-    ours = accelerator(stage)
+    ours = accelerator(stage, in_json)
     assert ours.run.mesh is not None
     model: Any = Net(ours.run.mesh.device_mesh["sp"].get_group())
     plain = Net()
@@ -86,12 +91,18 @@ def shared(stage: int) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("stage", "in_json"), [(2, False), (3, True)])
 def test_deepspeeds_attention_over_parts_trains_as_attention_over_the_whole(
-    stage: int, run_processes
+    stage: int, in_json: bool, run_processes
 ) -> None:
-    for found, expected in run_processes(shared, stage, timeout=120):
+    for found, expected in run_processes(shared, stage, in_json, timeout=120):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_two_sizes_that_differ_are_refused() -> None:
+    plugin = DeepSpeedPlugin(hf_ds_config={"sequence_parallel_size": 4, "zero_optimization": {"stage": 2}})
+    with pytest.raises(ConfigError, match="sequence_parallel_size is 4, and parallelism.sp is 2"):
+        Accelerator(device="cpu", parallelism_config=ParallelismConfig(sp=2), plugins=[plugin])
 
 
 def of_transformers(folder: str) -> tuple[list[float], list[float], list[str]]:

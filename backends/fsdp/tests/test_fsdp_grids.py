@@ -178,11 +178,11 @@ def test_what_was_frozen_is_frozen_in_any_style(world, run_processes):
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("world", "variables"),
-    [(2, {"SHARDING_STRATEGY": "HYBRID_SHARD"}), (4, {"DP_REPLICATE_SIZE": "2"})],
+    [(2, {"FSDP__SHARDING_STRATEGY": "HYBRID_SHARD"}), (4, {"PARALLELISM__DP_REPLICATE": "2"})],
     ids=["within a node", "two replicas"],
 )
 def test_version_1_replicates_too(world, variables, run_processes):
-    environment = {f"ACCEL__FSDP__{name}": value for name, value in variables.items()}
+    environment = {f"ACCEL__{name}": value for name, value in variables.items()}
     found = train(
         run_processes, "gpt", {}, world=world, environment={"ACCEL__FSDP__FSDP_VERSION": "1", **environment}
     )
