@@ -1,98 +1,109 @@
-"""What each rank of a stack does: train the decoder, or be refused."""
+"""What each rank of a stack does: it trains a small decoder, or is refused."""
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import torch
-from torch import nn
+from stack_space import DEVICES, Stack
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
+from accel_core import Accelerator, ConfigError, InitProcessGroupKwargs, PluginError
 from accel_testing import decoder
+from accel_testing.patience import patience
 
-__all__ = ["gpt2", "trained"]
+__all__ = ["has_whole_windows", "model_of", "trained"]
 
-
-def gpt2() -> nn.Module:
-    """Megatron splits models of transformers, whose layers it knows."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what it imports
-        from transformers import GPT2Config, GPT2LMHeadModel
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=decoder.WORDS,
-        n_positions=decoder.LENGTH,
-        n_embd=decoder.WIDTH,
-        n_layer=4,
-        n_head=decoder.HEADS,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return GPT2LMHeadModel(config)
+BACKENDS: Final = Path(__file__).parents[2] / "backends"
+ANSWERING: Final = ("cuda", "xpu", "mps")
+"""Devices of torch's own, for which a module answers; the others have a stand-in for their library."""
 
 
-MODELS = {"decoder": decoder.Decoder, "experts": partial(decoder.Decoder, sparse=True), "gpt2": gpt2}
-
-
-def trained(stack: Mapping[str, Any]) -> decoder.Trace | str:
-    """Return losses, norms and rates, or the text of a refusal."""
+def trained(stack: Stack) -> decoder.Trace | str:
+    """Return losses, norms and rates; of a stack that is refused, what the error says."""
     _enter(stack)
-    from accel_core import Accelerator, ConfigError, InitProcessGroupKwargs, PluginError
-    from accel_testing.patience import patience
-
-    warnings.simplefilter("ignore")
+    warnings.simplefilter("ignore")  # of the vendors' libraries
     limit = InitProcessGroupKwargs(timeout=timedelta(seconds=patience(20)))
     try:
-        accelerator = Accelerator(device=stack["device"], kwargs_handlers=[limit])
-        make = MODELS[stack["model"]]
-        if stack["sp"]:
-            make = partial(_exchanging, make, accelerator)
-        losses = _with_positions if stack["sp"] else _of_gpt2 if stack["model"] == "gpt2" else decoder.loss_of
-        return decoder.trained(stack["whole_windows"], accelerator, make=make, loss_of=losses)
+        accelerator = Accelerator(device=stack.device, kwargs_handlers=[limit])
+        make, loss_of = model_of(stack), _by_keyword
+        if "sp" in stack.dims:
+            make, loss_of = partial(_exchanging, make, accelerator), _with_positions
+        return decoder.trained(has_whole_windows(stack), accelerator, make=make, loss_of=loss_of)
     except (ConfigError, PluginError) as error:
         return str(error)
 
 
-def _enter(stack: Mapping[str, Any]) -> None:
-    sys.path[:0] = stack["path"]
-    if stack["model"] == "gpt2" or stack["cuda_on_cpu"]:
-        import cuda_on_cpu
+def has_whole_windows(stack: Stack) -> bool:
+    """Tell if the strategy owns the schedule of a window."""
+    return "pp" in stack.dims or stack.strategy == "megatron"
 
-        cuda_on_cpu.install()
+
+def model_of(stack: Stack) -> Callable[[], nn.Module]:
+    """Return the function that makes the stack's model: a decoder, one with experts, or a GPT-2."""
+    if stack.strategy == "megatron":
+        return gpt2
+    return sparse if "ep" in stack.dims else decoder.Decoder
+
+
+def sparse() -> nn.Module:
+    """Make a decoder with experts."""
+    return decoder.Decoder(sparse=True)
+
+
+def gpt2() -> nn.Module:
+    """Make a model of transformers: megatron splits those whose layers it knows."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": decoder.WORDS, "n_positions": decoder.LENGTH, "n_embd": decoder.WIDTH}
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = GPT2Config(**sizes, **dropouts, n_layer=4, n_head=2, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(config)
+
+
+def _enter(stack: Stack) -> None:
+    """Make this process one of a machine that has the device and the vendors' libraries."""
+    if stack.precision == "fp8-te":
+        sys.path.insert(0, str(BACKENDS / "transformer-engine/tests/stand_in"))
+    if stack.strategy == "megatron":
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("ignore")  # of what they do not find
+            import cuda_on_cpu_now  # noqa: F401 - it answers for torch.cuda
             import megatron.core.optimizer  # noqa: F401
-    if stack["simulate"] is not None:
+    if stack.device in DEVICES:
         from accel_testing.simulated.simulate import simulate_plugin
 
-        simulate_plugin(*stack["simulate"])
+        sys.path.insert(0, str(BACKENDS / stack.device / "tests/stand_in"))
+        module = f"stands_for_{stack.device}" if stack.device in ANSWERING else None
+        simulate_plugin(stack.device, DEVICES[stack.device], module)
 
 
-def _exchanging(make: Any, accelerator: Any) -> nn.Module:
-    """Return the model with DeepSpeed's attention over parts of sequences."""
+def _by_keyword(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, None]:
+    output = model(input_ids=batch["input_ids"])
+    logits = getattr(output, "logits", output)
+    return cross_entropy(logits.flatten(0, 1), batch["targets"].flatten()), None
+
+
+def _with_positions(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, None]:
+    logits = model(batch["input_ids"], batch["position_ids"])
+    return cross_entropy(logits.flatten(0, 1), batch["targets"].flatten()), None
+
+
+def _exchanging(make: Callable[[], Any], accelerator: Accelerator) -> nn.Module:
+    """Return a model that attends by DeepSpeed's attention over parts of sequences."""
     from deepspeed.sequence.layer import DistributedAttention
 
-    model = make()
-    group = accelerator.run.mesh.device_mesh["cp"].get_group()
+    model, mesh = make(), accelerator.run.mesh
+    assert mesh is not None
     for block in model.blocks:
-        attend = DistributedAttention(block.attend, group, scatter_idx=1, gather_idx=2)
-        block.attend = lambda *heads, attend=attend: attend(*heads, batch_dim_idx=0)
+        attend = DistributedAttention(block.attend, mesh.device_mesh["cp"].get_group(), 1, 2)
+        block.attend = partial(attend, batch_dim_idx=0)
     return model
-
-
-def _with_positions(model: nn.Module, batch: Any) -> Any:
-    logits = model(batch["input_ids"], batch["position_ids"])
-    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten()), None
-
-
-def _of_gpt2(model: nn.Module, batch: Any) -> Any:
-    logits = model(input_ids=batch["input_ids"]).logits
-    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten()), None

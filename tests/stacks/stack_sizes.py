@@ -1,48 +1,49 @@
-"""How the sizes of a stack are set: the one place that knows under which options they are."""
+"""Under which options the sizes of a stack are set. No other file of these tests knows."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection
+from typing import Final
 
 from accel_testing.decoder import SPLIT
 
-__all__ = ["DIMS", "EXTENSIONS", "options"]
+__all__ = ["DIMS", "EXTENSIONS", "OPTIONS", "options"]
 
-DIMS = ("dp_replicate", "tp", "pp", "cp", "ep", "sp")
-"""The dimensions that a user can set; each is 2 in a drawn stack, and ranks that are left read other data."""
-EXTENSIONS = {"tp": "tensor-parallel", "cp": "cp"}
-"""Dimension -> the extension that serves it, where the strategy does not."""
-OWN = {
-    "megatron": {"tp": "megatron.tp_degree", "pp": "megatron.pp_degree"},
-    "zero": {"sp": "deepspeed.hf_ds_config"},
-}
-"""Strategy -> the dimensions that it serves by options of its own, instead of the usual ones."""
-USUAL = {
-    "dp_replicate": "fsdp.dp_replicate_size",
-    "tp": "tensor_parallel.tp_size",
-    "pp": "fsdp.pp_size",
+DIMS: Final = ("cp", "dp_replicate", "ep", "pp", "sp", "tp")
+EXTENSIONS: Final = {"tp": "tensor-parallel", "cp": "cp"}
+"""Dimension -> the extension that has it, under strategies that have none of this name."""
+OPTIONS: Final = {
     "cp": "cp.size",
+    "dp_replicate": "fsdp.dp_replicate_size",
     "ep": "fsdp.ep_size",
+    "pp": "fsdp.pp_size",
     "sp": "deepspeed.hf_ds_config",
+    "tp": "tensor_parallel.tp_size",
 }
+OWN: Final = {"megatron": {"tp": "megatron.tp_degree", "pp": "megatron.pp_degree"}}
+"""Strategy -> the dimensions that have other options under it."""
+PLANS: Final = {
+    "tensor-parallel": {"tensor_parallel.parallelize_plan": json.dumps(SPLIT)},
+    "cp": {"cp.buffers": json.dumps({"input_ids": 1, "targets": 1})},
+}
+"""Extension -> the decoder's layers to split, the entries of its batches with a sequence."""
 
 
-def options(strategy: str, dims: Iterable[str], world: int) -> Mapping[str, str]:
-    """Return dotted options -> texts, for these dimensions of size 2."""
-    family = strategy.partition(" ")[0]
-    own, dims = OWN.get(family, {}), sorted(dims)
-    found = {own.get(dim, USUAL[dim]): "2" for dim in dims}
+def options(kind: str, dims: Collection[str], world: int) -> tuple[list[str], dict[str, str]]:
+    """Return the extensions to name, and dotted options that give each of `dims` the size 2."""
+    strategy, _, number = kind.partition(" ")
+    own = OWN.get(strategy, {})
+    extensions = [EXTENSIONS[dim] for dim in sorted(dims) if dim in EXTENSIONS and dim not in own]
+    found = {(OPTIONS | own)[dim]: "2" for dim in sorted(dims)}
     if "sp" in dims:
-        found["deepspeed.hf_ds_config"] = json.dumps(
-            {"sequence_parallel_size": 2, "zero_optimization": {"stage": int(strategy[-1]) if family == "zero" else 2}}
-        )
-    extensions = [EXTENSIONS[dim] for dim in dims if dim in EXTENSIONS and dim not in own]
-    if "tensor-parallel" in extensions:
-        found["tensor_parallel.parallelize_plan"] = json.dumps(SPLIT)
-    if "cp" in extensions:
-        found["cp.buffers"] = json.dumps({"input_ids": 1, "targets": 1})
-    if family == "fsdp":
-        # Here `ep` is a factor of the world. A stack means it as a part of dp_shard.
+        zero = {"stage": int(number) if strategy == "deepspeed" else 2}
+        found[OPTIONS["sp"]] = json.dumps({"sequence_parallel_size": 2, "zero_optimization": zero})
+    elif strategy == "deepspeed":
+        found["deepspeed.zero_stage"] = number
+    if strategy == "fsdp":
+        found["fsdp.fsdp_version"] = number
         found["fsdp.dp_shard_size"] = str(world // 2 ** len(dims))
-    return found | ({"extensions": ",".join(extensions)} if extensions else {})
+    for extension in extensions:
+        found |= PLANS[extension]
+    return extensions, found

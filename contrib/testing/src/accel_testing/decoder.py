@@ -56,14 +56,16 @@ class Trace(NamedTuple):
 
 
 class Experts(nn.Module):
-    """The weights of a layer's experts, stacked: (EXPERTS, ...). Called as the experts of transformers are."""
+    """The weights of a layer's experts, stacked: (EXPERTS, ...). Called as transformers calls its own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * WIDTH) / 4)
         self.down = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH) / 4)
 
-    def forward(self, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:  # (T, WIDTH), (T, CHOSEN) twice
+    def forward(
+        self, tokens: Tensor, experts: Tensor, weights: Tensor
+    ) -> Tensor:  # (T, WIDTH), (T, CHOSEN) twice
         out = torch.zeros_like(tokens)
         for expert in experts.unique().tolist():
             token, place = (experts == expert).nonzero(as_tuple=True)
@@ -109,7 +111,6 @@ class Block(nn.Module):
         h = self.between(x)
         out: Tensor = x + (self.mixture(h) if self.sparse else self.down(torch.tanh(self.up(h))))
         return out
-
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # (B, HEADS, S, WIDTH / HEADS)
         return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
