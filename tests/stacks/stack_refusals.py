@@ -65,5 +65,9 @@ def _by_sizes(stack: Stack) -> Iterator[tuple[str, tuple[str, str]]]:
 def _by_kinds(stack: Stack) -> Iterator[tuple[str, tuple[str, str]]]:
     for dim in sorted(stack.dims & {"ep", "pp", "tp"} if stack.kind == "fsdp 1" else ()):
         yield "version 1 stores weights flat, not as parts of layers", (stack.kind, dim)
+    if stack.kind == "megatron" and "cp" in stack.dims:
+        yield "megatron-core divides the ranks by its own degrees alone", ("megatron", "cp")
+    if stack.kind == "megatron" and stack.precision == "fp8-torchao":
+        yield "megatron-core trains layers of its own", ("megatron", "fp8-torchao")
     if stack.precision == "fp8-te" and "tp" in stack.dims and stack.strategy != "megatron":
         yield "its layers compute no parts of weights that a plan has split", ("fp8-te", "tp")
