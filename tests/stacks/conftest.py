@@ -6,8 +6,11 @@ import os
 
 from stack_space import SEED, seed
 
-# Not torchao and megatron-core: both import Transformer Engine where its stand-in is on the path.
-os.environ.setdefault("ACCEL_TEST_PRELOAD", "torch._inductor.compile_fx,deepspeed,transformers.models.gpt2")
+# Not megatron-core, which takes layers of Transformer Engine if it finds that as it is imported.
+os.environ.setdefault(
+    "ACCEL_TEST_PRELOAD",
+    "torch._inductor.compile_fx,deepspeed,torchao.float8,transformers.models.gpt2.modeling_gpt2",
+)
 
 
 def pytest_report_header() -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
+import torch
 from stack_sizes import EXTENSIONS, OPTIONS, OWN
 from stack_space import Stack
 
@@ -65,9 +66,18 @@ def _by_sizes(stack: Stack) -> Iterator[tuple[str, tuple[str, str]]]:
 def _by_kinds(stack: Stack) -> Iterator[tuple[str, tuple[str, str]]]:
     for dim in sorted(stack.dims & {"ep", "pp", "tp"} if stack.kind == "fsdp 1" else ()):
         yield "version 1 stores weights flat, not as parts of layers", (stack.kind, dim)
+    if stack.strategy == "deepspeed" and stack.precision == "fp16":
+        yield from _by_half(stack)
     if stack.kind == "megatron" and "cp" in stack.dims:
         yield "megatron-core divides the ranks by its own degrees alone", ("megatron", "cp")
     if stack.kind == "megatron" and stack.precision == "fp8-torchao":
         yield "megatron-core trains layers of its own", ("megatron", "fp8-torchao")
     if stack.precision == "fp8-te" and "tp" in stack.dims and stack.strategy != "megatron":
         yield "its layers compute no parts of weights that a plan has split", ("fp8-te", "tp")
+
+
+def _by_half(stack: Stack) -> Iterator[tuple[str, tuple[str, str]]]:
+    if stack.kind == "deepspeed 0":
+        yield "stage 0 does not scale the loss", (stack.kind, "fp16")
+    if not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        yield "DeepSpeed asks the processor for float16, and this one has none", (stack.strategy, "fp16")
