@@ -107,6 +107,9 @@ def unable(stack: Stack) -> str | None:
         == "deepspeed",
         "megatron-core calls torch.cuda by name": stack.strategy == "megatron",
         "torch's attention over parts of sequences resizes tensors": "cp" in stack.dims,
+        "version 1 of FSDP compares addresses, which simulated tensors do not have": stack.kind == "fsdp 1",
+        "the simulated device computes nothing in float8": (stack.device, stack.precision)
+        == ("cuda", "fp8-torchao"),
         "the stand-in of Transformer Engine computes on the CPU": stack.precision == "fp8-te",
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
