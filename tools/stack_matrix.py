@@ -1,4 +1,4 @@
-"""Write which stacks train, and where that is tested, into docs/tested.md: from the runs of the tests.
+"""Write into docs/tested.md which stacks train, and which runs show it.
 
 `python tools/stack_matrix.py .tox` reads the reports that the rows of tox have left: of the conformance kit,
 and of the stacks that tests/stacks draws. Cells without a report are kept. `--check` compares the tables with
@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "tested.md"
 RANKS = ("never", "refused", "drawn", "full", "default")
-"""What a cell may say. A later word takes the place of an earlier one."""
+"""The words of a cell. A later word takes the place of an earlier one."""
 KINDS = ("single", "dispatched", "ddp", "fsdp 1", "fsdp 2")
 KINDS += ("deepspeed 0", "deepspeed 1", "deepspeed 2", "deepspeed 3", "megatron")
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8-torchao", "fp8-te")
@@ -42,7 +42,7 @@ Cells = dict[frozenset[str], str]
 
 
 def cells_of(files: Iterable[Path]) -> Cells:
-    """Read what reports say about each pair of parts."""
+    """Read the word of each pair of parts from reports."""
     found: Cells = {}
     for file in files:
         report = json.loads(file.read_text(encoding="utf-8"))

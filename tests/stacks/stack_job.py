@@ -1,4 +1,4 @@
-"""What each rank of a stack does: it trains a small decoder, or is refused."""
+"""The job of each rank: it trains a small decoder on the stack, or is refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ANSWERING: Final = ("cuda", "xpu", "mps")
 
 
 def trained(stack: Stack) -> decoder.Trace | str:
-    """Return losses, norms and rates; of a stack that is refused, what the error says."""
+    """Return losses, norms and rates; of a stack that is refused, the text of the error."""
     _enter(stack)
     warnings.simplefilter("ignore")  # of the vendors' libraries
     limit = InitProcessGroupKwargs(timeout=timedelta(seconds=patience(20)))
@@ -59,7 +59,7 @@ def sparse() -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    """Make a model of transformers: megatron splits those whose layers it knows."""
+    """Make a model of transformers: megatron knows their layers and can split them."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -75,7 +75,7 @@ def _enter(stack: Stack) -> None:
         sys.path.insert(0, str(BACKENDS / "transformer-engine/tests/stand_in"))
     if stack.strategy == "megatron":
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what they do not find
+            warnings.simplefilter("ignore")  # libraries that they do not find
             import cuda_on_cpu_now  # noqa: F401 - it answers for torch.cuda
             import megatron.core.optimizer  # noqa: F401
     if stack.device in DEVICES:

@@ -55,7 +55,7 @@ SETTINGS: Final = {
 
 @frozen(kw_only=True)
 class Stack:
-    """What a user writes: a device, a kind of strategy, a precision, sizes, extensions, a number of ranks."""
+    """A user's choice: a device, a kind of strategy, a precision, sizes, extensions, a number of ranks."""
 
     device: str
     kind: str
