@@ -7,7 +7,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-from stack_sizes import EXTENSIONS, OPTIONS, OWN
+from stack_sizes import CLAIMS, brought_in
 from stack_space import Stack
 
 from accel_core import Card, discover
@@ -38,9 +38,10 @@ def cards() -> dict[str, Card]:
 def _by_cards(stack: Stack) -> Iterator[tuple[str, tuple[str, str]]]:
     """Yield the plugins that need a word which neither the device nor the strategy offers."""
     device, strategy = cards()["native" if stack.device == "cpu" else stack.device], cards()[stack.strategy]
-    own = OWN.get(stack.strategy, {})
-    parts = {EXTENSIONS[dim]: dim for dim in sorted(stack.dims) if dim in EXTENSIONS and dim not in own}
-    parts |= {stack.strategy: stack.kind, stack.precision: stack.precision}
+    parts = brought_in(stack.kind, stack.dims) | {
+        stack.strategy: stack.kind,
+        stack.precision: stack.precision,
+    }
     parts |= {name: name for name in sorted(stack.extensions)}
     for name, part in parts.items():
         for word in sorted(cards()[name].needs - device.offers - strategy.offers):
@@ -55,10 +56,9 @@ def _by_worlds(stack: Stack) -> Iterator[tuple[str, tuple[str, str]]]:
 
 
 def _by_sizes(stack: Stack) -> Iterator[tuple[str, tuple[str, str]]]:
-    for dim in sorted(stack.dims - EXTENSIONS.keys() - OWN.get(stack.strategy, {}).keys()):
-        owner = OPTIONS[dim].partition(".")[0]
-        if owner != stack.strategy:
-            yield f"{dim} is a size of {owner}", (stack.kind, dim)
+    for dim in sorted(stack.dims - {*brought_in(stack.kind, stack.dims).values()}):
+        if stack.strategy not in CLAIMS[dim]:
+            yield f"{dim} is a size of {' and '.join(CLAIMS[dim])}", (stack.kind, dim)
     if {"sp", "cp"} <= stack.dims:
         yield "both split sequences", ("cp", "sp")
 

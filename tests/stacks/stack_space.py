@@ -10,7 +10,7 @@ from itertools import combinations
 from typing import Any, Final
 
 from attrs import field, frozen
-from stack_sizes import DIMS, options
+from stack_sizes import DIMS, brought_in, options
 
 __all__ = ["DEVICES", "EXTENSIONS", "PRECISIONS", "SEED", "STRATEGIES", "Stack", "draw", "seed", "unable"]
 
@@ -77,9 +77,9 @@ class Stack:
     @property
     def variables(self) -> dict[str, str]:
         """The stack as a user sets it in the environment."""
-        extensions, found = options(self.kind, self.dims, self.world)
-        found = {"strategy": self.strategy, "mixed_precision": self.precision, **found}
-        if named := [*extensions, *sorted(self.extensions)]:
+        found = {"strategy": self.strategy, "mixed_precision": self.precision}
+        found |= options(self.kind, self.dims, self.world)
+        if named := [*brought_in(self.kind, self.dims), *sorted(self.extensions)]:
             found["extensions"] = ",".join(named)
         for plugin in (self.precision, *self.extensions):
             found |= SETTINGS.get(plugin, {})
