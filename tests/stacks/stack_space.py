@@ -100,17 +100,17 @@ class Stack:
 
 def unable(stack: Stack) -> str | None:
     """Return why no machine without the hardware can run the stack; None if this one can."""
+    if stack.strategy == "megatron" and stack.precision == "fp8-te":
+        return "the stand-in of Transformer Engine has no kernel of SGD"
     if stack.device == "cpu":
         return None
     reasons = {
-        "DeepSpeed drives each chip by a layer of its own, which asks the vendor's library": stack.strategy
-        == "deepspeed",
+        "DeepSpeed asks the vendor's library of each chip itself": stack.strategy == "deepspeed",
         "megatron-core calls torch.cuda by name": stack.strategy == "megatron",
-        "torch's attention over parts of sequences resizes tensors": "cp" in stack.dims,
         "version 1 of FSDP compares addresses, which simulated tensors do not have": stack.kind == "fsdp 1",
-        "the simulated device computes nothing in float8": (stack.device, stack.precision)
-        == ("cuda", "fp8-torchao"),
+        "torch's attention over parts of sequences resizes tensors": "cp" in stack.dims,
         "the stand-in of Transformer Engine computes on the CPU": stack.precision == "fp8-te",
+        "simulated tensors have no float8": stack.device == "cuda" and stack.precision == "fp8-torchao",
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
