@@ -38,6 +38,8 @@ def trained(stack: Stack) -> decoder.Trace | str:
             make, loss_of = partial(_exchanging, make, accelerator), _with_positions
         return decoder.trained(has_whole_windows(stack), accelerator, make=make, loss_of=loss_of)
     except (ConfigError, PluginError) as error:
+        if isinstance(error.__cause__, ImportError):  # a plugin that is broken refuses nothing
+            raise
         return str(error)
 
 
