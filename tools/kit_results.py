@@ -51,7 +51,7 @@ def reported(files: Iterable[Path]) -> dict[str, Row]:
     found: dict[str, Row] = {}
     for file in files:
         report = json.loads(file.read_text(encoding="utf-8"))
-        if not report.get("complete", True):  # a part of a level is not a result
+        if "drawn" in report or not report.get("complete", True):  # a part of a level is not a result
             continue
         names = {each["slot"]: each["plugin"] for each in report["stack"]}
         from_us = {each["distribution"] for each in report["stack"]} <= ours

@@ -62,6 +62,16 @@ def test_the_table_of_the_kits_results_is_as_the_tool_writes_it() -> None:
     )
 
 
+def test_the_tables_of_stacks_are_as_the_tool_writes_them() -> None:
+    matrix = tool("stack_matrix")
+    page = matrix.PAGE.read_text("utf-8")
+    cells = matrix.read(page)
+
+    stale = [title for title in matrix.TABLES if matrix.render(title, cells) not in page]
+    refuse(stale, "a table that is stale: run python tools/stack_matrix.py FOLDER")
+    assert {*cells.values()} <= {*matrix.RANKS}
+
+
 def test_no_result_of_the_kit_is_red_or_missing() -> None:
     results = tool("kit_results")
     rows = results.TABLE.search(results.PAGE.read_text("utf-8"))[1].splitlines()

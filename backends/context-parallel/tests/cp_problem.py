@@ -114,7 +114,6 @@ def plain(causal=True, batch_size=4, epochs=7):
 PATIENCE = timedelta(seconds=patience(30))
 BUFFERS = {"input_ids": 1, "targets": 1}
 SPLIT = {
-    "ACCEL__EXTENSIONS": "cp,tensor-parallel",
     "ACCEL__PARALLELISM__TP": "2",
     "ACCEL__TENSOR_PARALLEL__PARALLELIZE_PLAN": json.dumps(
         {"blocks.*.queries": "colwise", "blocks.*.keys": "colwise", "blocks.*.values": "colwise"}

@@ -38,8 +38,9 @@ def outcome(conform, folder: Path, stage: int, *options: str) -> tuple[Conforman
 
 
 @pytest.mark.timeout(600)
-def test_a_stage_trains_as_the_kit_wants(tmp_path: Path, conform) -> None:
-    found, known_to_fail = outcome(conform, tmp_path, 2, "--accel-level", "2")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_stage_trains_as_the_kit_wants(tmp_path: Path, stage: int, conform) -> None:
+    found, known_to_fail = outcome(conform, tmp_path, stage, "--accel-level", "2")
 
     assert found.xfailed == {name for name in known_to_fail if name.startswith("test_2")}
     assert found.skipped == {"several_optimizers"}

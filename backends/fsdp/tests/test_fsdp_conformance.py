@@ -17,6 +17,13 @@ def test_version_2_conforms_on_two_ranks(tmp_path: Path, conform) -> None:
     assert found.skipped == {"whole_weights", "join", "local_sgd"}
 
 
+@pytest.mark.timeout(600)
+def test_version_1_trains_as_the_kit_wants(tmp_path: Path, conform) -> None:
+    options = ("--accel-level", "2", "--accel-set", "fsdp.fsdp_version=1")
+
+    assert conform(tmp_path, "fsdp", *options).skipped == set()
+
+
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("version", [2, 1])

@@ -8,6 +8,11 @@ import pytest
 
 from accel_testing import decoder
 
+COPIES = {
+    "ACCEL__FSDP__FSDP_VERSION": "1",
+    "ACCEL__FSDP__DP_REPLICATE_SIZE": "2",
+    "ACCEL__FSDP__DP_SHARD_SIZE": "1",
+}
 LAYERS = {
     "ACCEL__PARALLELISM__DP_SHARD": "1",
     "ACCEL__PARALLELISM__TP": "2",
@@ -21,10 +26,11 @@ STAGES = {"ACCEL__PARALLELISM__DP_SHARD": "1", "ACCEL__PARALLELISM__PP": "2"}
     [
         ({"ACCEL__FSDP__FSDP_VERSION": "1"}, False),
         ({"ACCEL__FSDP__FSDP_VERSION": "2"}, False),
+        (COPIES, False),
         (LAYERS, False),
         (STAGES, True),
     ],
-    ids=["version 1", "version 2", "split layers", "stages"],
+    ids=["version 1", "version 2", "whole copies in version 1", "split layers", "stages"],
 )
 def test_a_decoder_trains_as_a_plain_loop(settings, whole_windows, run_processes) -> None:
     environment = {"ACCEL__STRATEGY": "fsdp", **settings}

@@ -30,6 +30,13 @@ ALL = "0,1,2,3,4"
             "1,2",
             marks=pytest.mark.needs("accel-context-parallel"),
         ),
+        pytest.param(
+            "fsdp+tensor-parallel+cp",
+            (SPLIT[1], "tensor_parallel.tp_size=2", "cp.size=2", "fsdp.dp_shard_size=1"),
+            "2,3",
+            "4",
+            marks=pytest.mark.needs("accel-context-parallel"),
+        ),
     ],
     ids=[
         "replicas",
@@ -39,6 +46,7 @@ ALL = "0,1,2,3,4"
         "interleaved stages",
         "stages x shards",
         "sequences",
+        "layers x sequences",
     ],
 )
 def test_it_conforms_on_a_mesh(

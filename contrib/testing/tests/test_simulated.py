@@ -332,6 +332,21 @@ def test_ranks_communicate_and_train_on_it(run_processes) -> None:
     assert first == second
 
 
+def exchange() -> float:
+    simulated()
+    dist.init_process_group("cpu:gloo,sim:simccl")
+    rank, received = dist.get_rank(), torch.zeros(1, device="sim")
+    sent = dist.isend(torch.full((1,), float(rank), device="sim"), 1 - rank)
+    dist.recv(received, 1 - rank)
+    sent.wait()
+    dist.destroy_process_group()
+    return received.item()
+
+
+def test_ranks_may_send_to_each_other_at_once_as_pipelines_do(run_processes) -> None:
+    assert run_processes(exchange, timeout=20) == [1.0, 0.0]
+
+
 def loaded_by_the_card() -> list[str]:
     before = set(sys.modules)
     import accel_testing.simulated

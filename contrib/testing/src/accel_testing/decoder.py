@@ -11,7 +11,7 @@ for found in run_processes(decoder.trained, world=2, environment={"ACCEL__STRATE
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import islice
 from math import ceil
@@ -26,9 +26,19 @@ from torch.utils.data import DataLoader
 from accel_core import Accelerator
 from accel_testing.kit.compare import assert_near
 
-__all__ = ["Decoder", "Trace", "assert_as_in_one_process", "loss_of", "plain", "rows", "trained"]
+__all__ = [
+    "Decoder",
+    "Trace",
+    "assert_as_in_one_process",
+    "loss_of",
+    "plain",
+    "rows",
+    "trained",
+]
 
 WORDS, LENGTH, WIDTH, HEADS, BLOCKS = 18, 8, 16, 2, 4
+EXPERTS, CHOSEN = 4, 2
+"""Experts of a layer of a sparse decoder, and how many of them compute a token."""
 BATCHES, ROWS, WINDOW, EPOCHS, NORM = 8, 8, 3, 2, 0.5
 """Global batches of an epoch, rows of each, batches of a window, epochs, and the norm that is left."""
 SPLIT: Final = {f"blocks.*.{name}": "colwise" for name in ("q", "k", "v", "up")} | {
@@ -45,34 +55,78 @@ class Trace(NamedTuple):
     rates: list[float]
 
 
-class Block(nn.Module):
-    """Causal attention and a feed-forward layer."""
+class Experts(nn.Module):
+    """The weights of a layer's experts, stacked: (EXPERTS, ...). Called as transformers calls its own."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * WIDTH) / 4)
+        self.down = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH) / 4)
+
+    def forward(
+        self, tokens: Tensor, experts: Tensor, weights: Tensor
+    ) -> Tensor:  # (T, WIDTH), (T, CHOSEN) twice
+        out = torch.zeros_like(tokens)
+        for expert in experts.unique().tolist():
+            token, place = (experts == expert).nonzero(as_tuple=True)
+            made = torch.tanh(tokens[token] @ self.up[expert]) @ self.down[expert]
+            out = out.index_add(0, token, (made * weights[token, place, None]).to(out.dtype))
+        return out
+
+
+class Mixture(nn.Module):
+    """A router and its experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, EXPERTS), Experts()
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, S, WIDTH)
+        tokens = x.flatten(0, -2)
+        weights, experts = self.router(tokens).softmax(-1).topk(CHOSEN)
+        out: Tensor = self.experts(tokens, experts, weights).view_as(x)
+        return out
+
+
+class Block(nn.Module):
+    """Causal attention, and a feed-forward layer or a mixture of experts."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
         self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        if sparse:
+            self.mixture = Mixture()
+        else:
+            self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.sparse = sparse
 
     def forward(self, x: Tensor) -> Tensor:  # (B, S, WIDTH)
         h = self.before(x)
         query, key, value = (
             layer(h).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for layer in (self.q, self.k, self.v)
         )
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = self.attend(query, key, value)
         x = x + self.o(mixed.transpose(1, 2).flatten(-2))
-        out: Tensor = x + self.down(torch.tanh(self.up(self.between(x))))
+        h = self.between(x)
+        out: Tensor = x + (self.mixture(h) if self.sparse else self.down(torch.tanh(self.up(h))))
         return out
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # (B, HEADS, S, WIDTH / HEADS)
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 class Decoder(nn.Module):
-    """Learnt positions, which the model counts if it is given none. The same weights each time."""
+    """Learnt positions, which the model counts if it is given none. The same weights each time.
 
-    def __init__(self, tied: bool = False) -> None:
+    sparse: every second block has a mixture of experts.
+    """
+
+    def __init__(self, tied: bool = False, sparse: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.tokens, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(Block(sparse and at % 2 == 1) for at in range(BLOCKS))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
         if tied:
             self.head.weight = self.tokens.weight
@@ -96,7 +150,8 @@ def rows() -> Any:
 
 def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, None]:
     """Return the mean over the batch's tokens. Positions are left to the model."""
-    logits = model(batch["input_ids"])
+    output = model(batch["input_ids"])
+    logits = getattr(output, "logits", output)  # of a model of transformers
     return functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten()), None
 
 
@@ -109,12 +164,13 @@ def _schedule(optimizer: Any, batches: int) -> CosineAnnealingLR:
 
 
 @cache
-def plain(whole_windows: bool = False) -> Trace:
+def plain(whole_windows: bool = False, make: Callable[[], nn.Module] = Decoder) -> Trace:
     """Return what a loop without accel-core computes in one process.
 
     whole_windows: the loss of the short last window is the mean of its own batches, as in `forward_backward`.
+    make: returns the model, with the same weights each time.
     """
-    model, loader, trace = Decoder(), DataLoader(rows(), ROWS), Trace([], [], [])
+    model, loader, trace = make(), DataLoader(rows(), ROWS), Trace([], [], [])
     optimizer = _optimizer(model)
     scheduler = _schedule(optimizer, len(loader))
     for window in _windows(loader):
@@ -136,14 +192,21 @@ def _windows(loader: Any) -> Iterator[list[Any]]:
             yield window
 
 
-def trained(whole_windows: bool = False, accelerator: Accelerator | None = None) -> Trace:
+def trained(
+    whole_windows: bool = False,
+    accelerator: Accelerator | None = None,
+    *,
+    make: Callable[[], nn.Module] = Decoder,
+    loss_of: Callable[[nn.Module, Any], tuple[Tensor, None]] = loss_of,
+) -> Trace:
     """Return the same of the stack that is configured, or of this Accelerator's. On all ranks.
 
     whole_windows: by `forward_backward`, for strategies that own the schedule.
     """
     accelerator = accelerator or Accelerator(cpu=True)
     accelerator.gradient_accumulation_steps = WINDOW
-    model, trace = Decoder(), Trace([], [], [])
+    model: Any = make()
+    trace = Trace([], [], [])
     optimizer = _optimizer(model)
     loader: Any = DataLoader(rows(), ROWS // accelerator.run.topology.readers)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -177,8 +240,13 @@ def trained(whole_windows: bool = False, accelerator: Accelerator | None = None)
 
 
 def assert_as_in_one_process(
-    found: Trace, *, whole_windows: bool = False, low_precision: bool = False
+    found: Trace,
+    *,
+    whole_windows: bool = False,
+    low_precision: bool = False,
+    make: Callable[[], nn.Module] = Decoder,
 ) -> None:
     """Raise AssertionError if losses, norms or rates differ from `plain`."""
+    expected = plain(whole_windows, make)
     for name, values in found._asdict().items():
-        assert_near(name, values, getattr(plain(whole_windows), name), low_precision=low_precision)
+        assert_near(name, values, getattr(expected, name), low_precision=low_precision)

@@ -104,9 +104,14 @@ class Flat(FullyShardedDataParallel):
 
     def _arguments(self, model: nn.Module) -> dict[str, Any]:
         config, prefetch = self.config, self.config.backward_prefetch
+        mesh, strategy = self.mesh, _strategy(config.strategy, replicates=self.mesh.ndim > 1)
+        if mesh.ndim > 1 and mesh.size(1) == 1:
+            # Of shards on one rank torch makes NO_SHARD too, and reduces gradients over that one rank.
+            assert self.run.mesh is not None
+            mesh, strategy = self.run.mesh.device_mesh["dp_replicate"], ShardingStrategy.NO_SHARD
         arguments: dict[str, Any] = {
-            "device_mesh": self.mesh,
-            "sharding_strategy": _strategy(config.strategy, replicates=self.mesh.ndim > 1),
+            "device_mesh": mesh,
+            "sharding_strategy": strategy,
             "cpu_offload": CPUOffload(offload_params=config.cpu_offload),
             "mixed_precision": mixed_precision(config, self.run),
             "ignored_modules": ignored(model, config),

@@ -26,8 +26,9 @@ _OPERATIONS: Final = (
     *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "barrier"),
     *("allgather", "_allgather_base", "all_gather_single", "allgather_into_tensor_coalesced"),
     *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_tensor_coalesced"),
-    *("alltoall", "alltoall_base", "all_to_all_single", "gather", "scatter", "send", "recv"),
+    *("alltoall", "alltoall_base", "all_to_all_single", "gather", "scatter"),
 )
+_BETWEEN_TWO: Final = ("send", "recv")
 
 
 class SimulatedGroup(dist.ProcessGroup):
@@ -68,6 +69,15 @@ def _forward(operation: str, unwrap: Callable[[Any], Any]) -> Any:
     return call
 
 
+def _begin(operation: str, unwrap: Callable[[Any], Any]) -> Any:
+    # Stages of a pipeline send to each other at once, and wait afterwards.
+    def call(self: SimulatedGroup, tensors: Any, *args: Any) -> Any:
+        COLLECTIVES[operation] += 1
+        return getattr(self.inner, operation)([unwrap(tensor) for tensor in tensors], *args)
+
+    return call
+
+
 def register_group(device: str, communication: str, unwrap: Callable[[Any], Any]) -> None:
     """Register the backend `communication` for tensors on `device`.
 
@@ -76,4 +86,6 @@ def register_group(device: str, communication: str, unwrap: Callable[[Any], Any]
     for operation in _OPERATIONS:
         if hasattr(dist.ProcessGroup, operation):
             setattr(SimulatedGroup, operation, _forward(operation, unwrap))
+    for operation in _BETWEEN_TWO:
+        setattr(SimulatedGroup, operation, _begin(operation, unwrap))
     dist.Backend.register_backend(communication, SimulatedGroup, devices=[device])
