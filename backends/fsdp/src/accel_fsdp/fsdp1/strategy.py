@@ -71,7 +71,7 @@ class Flat(FullyShardedDataParallel):
     @implements(hooks.wrap_model)
     def wrap_model(self, unit: Unit, model: nn.Module) -> nn.Module:
         """Shard the model by version 1. Collective."""
-        self.join(unit)
+        self.find_ranks(unit)
         arguments = self._arguments(model)
         found = groups(model, self.config)
         if self.config.strategy == "NO_SHARD" or self.mesh.size(self.mesh.ndim - 1) == 1:

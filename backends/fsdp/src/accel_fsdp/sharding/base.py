@@ -71,7 +71,7 @@ class FullyShardedDataParallel:
         assert self._mesh is not None, "a model is wrapped first"
         return self._mesh
 
-    def join(self, unit: Unit) -> None:
+    def find_ranks(self, unit: Unit) -> None:
         """Find the ranks that share the unit's models. Collective."""
         unit.set_forward_is_collective()
         if self._mesh is None and unit.mesh is not None:
@@ -148,7 +148,7 @@ class FullyShardedDataParallel:
     def note_groups(self, unit: Unit, model: nn.Module, found: Sequence[Group]) -> None:
         """Keep lines about the groups, before they are sharded; warn of one that nobody asked for."""
         self._described.setdefault(unit, []).extend(described(model, found))
-        if self.run.world.rank == 0 and (warning := one_group(model, self.config)):
+        if self.run.world.rank == 0 and len(found) == 1 and (warning := one_group(model, self.config)):
             logger.warning(warning)
 
     def guard_members(self, model: nn.Module, prepared: nn.Module, members: Sequence[nn.Module]) -> None:

@@ -80,7 +80,7 @@ class Sharded(FullyShardedDataParallel):
     @implements(hooks.wrap_model)
     def wrap_model(self, unit: Unit, model: nn.Module) -> nn.Module:
         """Shard the model by version 2. Collective."""
-        self.join(unit)
+        self.find_ranks(unit)
         arguments: dict[str, Any] = {
             "reshard_after_forward": self._reshards(unit),
             "mp_policy": mixed_precision(self.config, self.run),

@@ -6,9 +6,9 @@ One group at a time, just before it is sharded: a rank never holds more whole we
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from accel_fsdp.config import FullyShardedDataParallelPlugin
     from accel_fsdp.sharding.wrapping import Group
 
-__all__ = ["init_context", "materialize"]
+__all__ = ["init_context", "materialize", "send_weights"]
+
+PARCEL: Final = 2**26
+"""Bytes of small tensors that are copied into one buffer to be sent."""
 
 
 def init_context(config: FullyShardedDataParallelPlugin, *, first: bool) -> AbstractContextManager[Any]:
@@ -53,26 +56,54 @@ def materialize(
             _swap(tensor, torch.empty_like(tensor, device=device))
         if empty and not waits:
             _initialize(module, config, group)
-    for tensor in dict.fromkeys(tensor for module in group.modules for tensor in _own(module)):
+    tensors = list(dict.fromkeys(tensor for module in group.modules for tensor in _own(module)))
+    for tensor in tensors:
         if tensor.device != device:
             _move(tensor, device)
-        if config.syncs:
-            _broadcast(tensor.detach(), mesh, replica_groups)
+    if config.syncs:
+        ranks = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+        send_weights([t.to_local() for t in tensors if isinstance(t, DTensor)], ranks)
+        send_weights([t for t in tensors if not isinstance(t, DTensor)], [*ranks, *replica_groups])
 
 
 def _is_first(mesh: DeviceMesh) -> bool:
     return not any(mesh.get_coordinate() or ())
 
 
-def _broadcast(tensor: Tensor, mesh: DeviceMesh, replica_groups: Sequence[dist.ProcessGroup]) -> None:
-    split = isinstance(tensor, DTensor)
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    sent = local.resolve_conj().resolve_neg().contiguous()  # NCCL takes no transposed tensor
-    for group in (*map(mesh.get_group, range(mesh.ndim)), *(() if split else replica_groups)):
-        # As bytes: groups do not carry each dtype (gloo no int16, no float8).
-        dist.broadcast(sent.reshape(-1).view(torch.uint8), group=group, group_src=0)
-    if sent is not local:
-        local.copy_(sent)
+@torch.no_grad()
+def send_weights(tensors: Sequence[Tensor], groups: Iterable[dist.ProcessGroup]) -> None:
+    """Overwrite the tensors with the first rank's, of each group in turn. Collective.
+
+    Tensors travel together: a broadcast of its own for each costs more than its bytes in most models.
+    """
+    groups = [group for group in groups if group.size() > 1]
+    for parcel in _parcels([tensor.detach() for tensor in tensors]) if groups else ():
+        # NCCL takes no transposed tensor. As bytes: groups do not carry each dtype (gloo no int16, no float8).
+        laid_out = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in parcel]
+        parts = [tensor.reshape(-1).view(torch.uint8) for tensor in laid_out]
+        sent = torch.cat(parts) if len(parts) > 1 else parts[0]
+        for group in groups:
+            dist.broadcast(sent, group=group, group_src=0)
+        if len(parts) > 1:
+            for part, received in zip(parts, sent.split([part.numel() for part in parts]), strict=True):
+                part.copy_(received)
+        for tensor, copy in zip(parcel, laid_out, strict=True):
+            if copy is not tensor:
+                tensor.copy_(copy)
+
+
+def _parcels(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the tensors in lists of at most PARCEL bytes: a whole model may be one group."""
+    parcel: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if parcel and size + tensor.nbytes > PARCEL:
+            yield parcel
+            parcel, size = [], 0
+        parcel.append(tensor)
+        size += tensor.nbytes
+    if parcel:
+        yield parcel
 
 
 def _own(module: nn.Module) -> list[Tensor]:
