@@ -1,6 +1,6 @@
 """First values of weights: from the meta device, from rank 0, on their device.
 
-One group at a time, just before it is sharded: a rank never holds more whole weights than those.
+One group at a time, just before it is sharded: a rank never holds the whole weights of two groups.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def materialize(
 
     Collective unless `sync_module_states` is False.
 
-    replica_groups: groups of ranks that split layers, and have the same of what is not split.
+    replica_groups: groups of ranks that split layers, and have all other weights in common.
     """
     waits = config.cpu_ram_efficient_loading and not _is_first(mesh)
     for module in group.modules:
@@ -78,7 +78,7 @@ def send_weights(tensors: Sequence[Tensor], groups: Iterable[dist.ProcessGroup])
     """
     groups = [group for group in groups if group.size() > 1]
     for parcel in _parcels([tensor.detach() for tensor in tensors]) if groups else ():
-        # NCCL takes no transposed tensor. As bytes: groups do not carry each dtype (gloo no int16, no float8).
+        # NCCL takes no transposed tensor. As bytes: groups lack dtypes, gloo int16 and float8 for example.
         laid_out = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in parcel]
         parts = [tensor.reshape(-1).view(torch.uint8) for tensor in laid_out]
         sent = torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -112,7 +112,7 @@ def _own(module: nn.Module) -> list[Tensor]:
 
 def _move(tensor: Tensor, device: torch.device) -> None:
     moved = tensor.data.to(device)
-    # Subclasses hold tensors of their own, which `.data =` would leave where they were.
+    # Subclasses hold tensors of their own, which `.data =` would leave on their old device.
     is_plain = type(moved).__torch_dispatch__ is Tensor.__torch_dispatch__
     if is_plain and torch._has_compatible_shallow_copy_type(tensor, moved):
         tensor.data = moved
@@ -145,7 +145,7 @@ def _is_split(tensor: DTensor) -> bool:
 
 
 def _refuse_blind_draws(group: Group) -> None:
-    # torch knows which part of a split weight a rank draws where generators can be moved on; else each
+    # torch knows which part of a split weight a rank draws if generators can be moved on; else each
     # rank would draw the same numbers for its part.
     mesh = next(p for p in group.own_parameters if isinstance(p, DTensor)).device_mesh
     with warnings.catch_warnings():
