@@ -35,7 +35,7 @@ def refuse_lost_gradients(modules: Iterable[FSDP]) -> None:
         flat: Any = module._handle and module._handle.flat_param
         if flat is None or flat.grad is None:
             continue
-        # Reduced gradients have the dtype of the shard. With `keep_low_precision_grads` nothing tells them apart.
+        # Reduced gradients have the dtype of the shard, but for `keep_low_precision_grads`: not told apart.
         if flat.grad.dtype != flat._local_shard.dtype and not module._handle._keep_low_precision_grads:  # type: ignore[union-attr]
             raise AccelError(
                 "fsdp_version 1 with mixed precision has not reduced the gradients of the last backward, as a"
