@@ -3,7 +3,9 @@
 `python fsdp.py [--peers PYTHON] [--rounds N]` prints the tables, contenders taking turns. On the CPU two gloo
 ranks train a small model; where there is a GPU, one rank trains a Llama-shaped model in bfloat16 instead,
 compiled block by block: tokens a second, the share of the GPU's peak that matrix products use (MFU), memory.
-`python fsdp.py NAME` is one rank of a contender.
+On the CPU a second table has the wrapping alone, of models of 33 and of 800 blocks: by hand, one broadcast of
+the weights of each block and torch's `fully_shard` of it.
+`python fsdp.py NAME` is one rank of a contender, `python fsdp.py --mesh RxS NAME` one that only wraps.
 """
 
 from __future__ import annotations
@@ -28,6 +30,11 @@ AUTOCAST = "by hand, autocast"
 CONTENDERS = {"by hand": "here", AUTOCAST: "here", "accelerate": "peers", "accel-core": "here"}
 CPU = {"width": 128, "layers": 4, "heads": 4, "vocabulary": 512, "length": 64, "batch": 2}
 GPU = {"width": 2048, "layers": 16, "heads": 16, "vocabulary": 32_000, "length": 2048, "batch": 4}
+WRAPPED = {"width": 64, "heads": 1, "vocabulary": 64}
+BLOCKS = (33, 800)
+MESHES = {"2 ranks": "2", "2 ranks, HSDP 2 x 1": "2x1", "4 ranks, HSDP 2 x 2": "2x2"}
+WRAPPING_BAR = 1.3
+"""How much longer wrapping may take than the same calls by hand."""
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 """Dense bfloat16 operations a second, as their maker states."""
 UNITS = dict.fromkeys(("step", "work", "wrap", "save"), "ms")
@@ -242,6 +249,65 @@ def contender(name: str) -> None:
     )
 
 
+def wrapping(name: str, mesh: list[int]) -> None:
+    """One rank of a contender that wraps a new model at each turn, for `BLOCKS` blocks."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from accel_core import Accelerator
+    from accel_fsdp import FullyShardedDataParallelPlugin
+
+    sizes = {} if len(mesh) == 1 else {"dp_replicate_size": mesh[0], "dp_shard_size": mesh[1]}
+    accelerator = Accelerator(cpu=True, plugins=[FullyShardedDataParallelPlugin(**sizes)])
+    names = ("replicate", "shard")[-len(mesh) :]
+    device_mesh = init_device_mesh("cpu", tuple(mesh), mesh_dim_names=names)
+
+    def by_hand(model: Any) -> None:
+        for module in (*model.blocks, model):
+            own = [p.detach() for p in module.parameters() if not hasattr(p, "device_mesh")]
+            flat = torch.cat([p.flatten() for p in own])
+            dist.broadcast(flat, 0)
+            for p, part in zip(own, flat.split([p.numel() for p in own]), strict=True):
+                p.copy_(part.view_as(p))
+            fully_shard(module, mesh=device_mesh)
+
+    def wrapped(blocks: int) -> float:
+        model = build(WRAPPED | {"layers": blocks})
+        if name != "by hand":
+            accelerator.free_memory()  # lets the model of the turn before go
+        dist.barrier()
+        started = time.perf_counter()
+        by_hand(model) if name == "by hand" else accelerator.prepare(model)
+        dist.barrier()
+        return (time.perf_counter() - started) * 1e3
+
+    wrapped(2)
+    serve({str(blocks): lambda blocks=blocks: wrapped(blocks) for blocks in BLOCKS})
+
+
+def wrapping_table(count: int) -> str:
+    """The wrapping of both contenders, in turns: medians, and the median ratio to the same calls by hand."""
+    lines = ["| wrapping | by hand | accel-core | bar |", "|---|---|---|---|"]
+    for where, mesh in MESHES.items():
+        with ExitStack() as ends:
+            both = [
+                Contender(name, sys.executable, "fsdp.py", int(where[0]), "--mesh", mesh)
+                for name in ("by hand", "accel-core")
+            ]
+            for each in both:
+                ends.callback(each.end)
+            for each in both:
+                each.answers()
+            for blocks in BLOCKS:
+                turns = [[each.turn(str(blocks)) for each in both] for _ in range(count)]
+                hand, ours = (list(figures) for figures in zip(*turns, strict=True))
+                cells = f"{cell(hand, hand, 'ms')} | {cell(ours, hand, 'ms')}"
+                lines.append(f"| {blocks} blocks, {where} | {cells} | {WRAPPING_BAR} x |")
+    return "\n".join(lines)
+
+
 def contest(names: Iterable[str], peers: str | None, ranks: int, cases: tuple[str, ...], count: int) -> str:
     """A table: contenders by figures, the medians of rounds, and the median ratio to the loop by hand."""
     pythons = {"here": sys.executable, "peers": peers}
@@ -277,7 +343,11 @@ def main() -> None:
     parser.add_argument("contender", nargs="?", choices=CONTENDERS)
     parser.add_argument("--peers", metavar="PYTHON", help="interpreter that has accelerate")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mesh", help="of a contender that only wraps: ranks, or replicas x shards")
     args = parser.parse_args()
+    if args.contender and args.mesh:
+        wrapping(args.contender, [int(size) for size in args.mesh.split("x")])
+        return
     if args.contender:
         contender(args.contender)
         return
@@ -291,6 +361,7 @@ def main() -> None:
         # Accelerate has no FSDP there: asked for it, it trains with DDP.
         names, cases = ("by hand", "accel-core"), ("step", "work", "wrap", "memory", "save")
         print(contest(names, None, 2, cases, args.rounds))
+        print(f"\nWrapping, weights synchronised:\n\n{wrapping_table(args.rounds)}")
     load = f", load {os.getloadavg()[0]:.1f}"
     print(f"\ntorch {torch.__version__}, {os.cpu_count()} CPUs{load}")
 

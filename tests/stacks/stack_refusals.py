@@ -7,7 +7,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-from stack_sizes import CLAIMS, brought_in
+from stack_sizes import brought_in, claims
 from stack_space import Stack
 
 from accel_core import Card, discover
@@ -57,10 +57,12 @@ def _by_worlds(stack: Stack) -> Iterator[tuple[str, tuple[str, str]]]:
 
 def _by_sizes(stack: Stack) -> Iterator[tuple[str, tuple[str, str]]]:
     for dim in sorted(stack.dims - {*brought_in(stack.kind, stack.dims).values()}):
-        if stack.strategy not in CLAIMS[dim]:
-            yield f"{dim} is a size of {' and '.join(CLAIMS[dim])}", (stack.kind, dim)
+        if dim not in claims(stack.strategy):
+            yield f"no plugin of the stack divides ranks along {dim}", (stack.kind, dim)
     if {"sp", "cp"} <= stack.dims:
         yield "both split sequences", ("cp", "sp")
+    if {"ep", "cp"} <= stack.dims:
+        yield "expert and context parallelism are not served together", ("cp", "ep")
 
 
 def _by_kinds(stack: Stack) -> Iterator[tuple[str, tuple[str, str]]]:
@@ -68,6 +70,8 @@ def _by_kinds(stack: Stack) -> Iterator[tuple[str, tuple[str, str]]]:
         yield "version 1 stores weights flat, not as parts of layers", (stack.kind, dim)
     if stack.strategy == "deepspeed" and stack.precision == "fp16":
         yield from _by_half(stack)
+    if stack.kind == "megatron" and "ep" in stack.dims:
+        yield "only a model that megatron-core's code builds has experts there", ("megatron", "ep")
     if stack.kind == "megatron" and "cp" in stack.dims:
         yield "megatron-core divides the ranks by its own degrees alone", ("megatron", "cp")
     if stack.kind == "megatron" and stack.precision == "fp8-torchao":

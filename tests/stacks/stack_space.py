@@ -79,8 +79,8 @@ class Stack:
         """The stack as a user sets it in the environment."""
         found = {"strategy": self.strategy, "mixed_precision": self.precision}
         found |= options(self.kind, self.dims, self.world)
-        if named := [*brought_in(self.kind, self.dims), *sorted(self.extensions)]:
-            found["extensions"] = ",".join(named)
+        if self.extensions:
+            found["extensions"] = ",".join(sorted(self.extensions))
         for plugin in (self.precision, *self.extensions):
             found |= SETTINGS.get(plugin, {})
         return {f"ACCEL__{path.replace('.', '__').upper()}": text for path, text in found.items()}

@@ -255,14 +255,10 @@ MODELS["outshone"] = Outshone
 
 
 def stepped_until(kind):
-    """The step that raises, and what it says; four steps with a final norm that the plan may forget."""
+    """What a step says; four steps with a final norm that the plan may forget."""
     accelerator = Accelerator(cpu=True)
     model, data = model_and_data("outshone" if kind == "outshone" else "gpt")
-    model.norm.requires_grad_(kind not in ("thawed", "added"))
-    parameters = [
-        parameter for parameter in model.parameters() if parameter.requires_grad or kind == "thawed"
-    ]
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(parameters, lr=0.1))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
     def closure():
         loss = loss_of(model, *data[: BATCH // accelerator.run.topology.readers])
@@ -270,15 +266,11 @@ def stepped_until(kind):
         return loss
 
     try:
-        for number in range(4):
-            if number == 2:
-                model.norm.requires_grad_()
-                if kind == "added":
-                    optimizer.add_param_group({"params": [*model.norm.parameters()]})
+        for _ in range(4):
             optimizer.step(closure) if kind == "closure" else (closure(), optimizer.step())
             optimizer.zero_grad()
     except AccelError as error:
-        return number, str(error)
+        return str(error)
     finally:
         accelerator.end_training()
 

@@ -139,13 +139,17 @@ def test_lists_inside_a_model_are_no_groups(kind: Callable[[list[nn.Module]], nn
     "policy",
     [
         ModuleWrapPolicy([Block]),
-        CustomPolicy(lambda module: isinstance(module, Block)),
         lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, Block),
     ],
-    ids=["classes", "custom", "function"],
+    ids=["classes", "function"],
 )
 def test_policies_of_torch_are_followed(policy: Any) -> None:
     assert names(net("mlp"), auto_wrap_policy=policy) == ["1", "2", ""]
+
+
+def test_a_policy_of_torch_that_is_no_function_is_refused() -> None:
+    with pytest.raises(ValueError, match="or a callable, got <"):
+        FullyShardedDataParallelPlugin(auto_wrap_policy=CustomPolicy(lambda module: True))
 
 
 def test_modules_of_a_size_are_groups_and_what_is_left_of_others_with_the_model() -> None:

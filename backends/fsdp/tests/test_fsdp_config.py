@@ -206,7 +206,7 @@ def test_modules_that_are_ignored_by_themselves_stay_whole(version: int, run_pro
 def given_to_torch() -> dict[str, Any]:
     run = accelerator(plugin("mlp", 1, cpu_offload=True, limit_all_gathers=False, forward_prefetch=True))
     strategy = run.run.plugins["fsdp"]
-    strategy.join(run.run.make_unit("unit", None))
+    strategy.find_ranks(run.run.make_unit("unit", None))
     found = strategy._arguments(net("mlp"))
     run.end_training()
     return {key: found[key] for key in ("cpu_offload", "limit_all_gathers", "forward_prefetch")}

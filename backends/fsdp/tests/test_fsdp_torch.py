@@ -16,7 +16,6 @@ from accel_core import Accelerator, ParallelismConfig
 from accel_fsdp.experts.stacks import Spread
 
 NAMES = {
-    "torch.distributed.fsdp.wrap:CustomPolicy": ["_run_policy"],
     "torch.distributed.fsdp:FSDPModule": ["_get_fsdp_state"],
     "torch.distributed.fsdp:ShardingStrategy": ["_HYBRID_SHARD_ZERO2"],
     "torch.amp:GradScaler": ["_unscale_grads_"],

@@ -496,15 +496,62 @@ def with_forwards(version: int, precision: str, skips: bool, twice: bool) -> dic
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize(("version", "precision"), [(1, "no"), (2, "no"), (2, "bf16")])
 def test_a_forward_without_backward_changes_nothing(version: int, precision: str, run_processes) -> None:
-    """Version 1 reduced in the backward of the first one alone: no step after it trained."""
     wanted, _ = run_processes(with_forwards, version, precision, False, False)
     assert distance(wanted, net("mlp").state_dict()) > 0.01
     for skips, twice in ((True, False), (False, True), (True, True)):
         for found in run_processes(with_forwards, version, precision, skips, twice):
             assert distance(found, wanted) == 0
+
+
+def says_that_gradients_are_lost(way: str) -> tuple[int, str]:
+    """The step of version 1 in bf16 that is refused."""
+    run = accelerator(plugin("mlp", 1), mixed_precision="bf16")
+    model, optimizer = run.prepare(given := net("mlp"), torch.optim.SGD(given.parameters(), lr=0.1))
+    try:
+        for step in range(3):
+            if way == "skipped batch" and step == 1:
+                loss_of(model, *batch("mlp", 7, 1))
+            run.backward(loss_of(model, *batch("mlp", step, 1)))
+            if way == "printed loss":
+                loss_of(model, *batch("mlp", 7, 1))
+            optimizer.step()
+            optimizer.zero_grad()
+    except AccelError as error:
+        return step, str(error)
+    finally:
+        run.end_training()
+
+
+@pytest.mark.parametrize("way", ["skipped batch", "printed loss"])
+@pytest.mark.by_default("skipped batch")
+def test_version_1_in_bf16_says_that_a_forward_without_backward_loses_gradients(
+    way: str, run_processes
+) -> None:
+    """torch reduces in the backward of the first forward alone: no step after it would train."""
+    for step, said in run_processes(says_that_gradients_are_lost, way):
+        assert step == 1
+        assert "a forward before it had a graph and no backward\n" in said
+        assert said.endswith("or set fsdp.fsdp_version: 2")
+
+
+def of_two_forwards(times: int) -> dict[str, Tensor]:
+    run = accelerator(plugin("mlp", 1), mixed_precision="bf16")
+    model, optimizer = run.prepare(given := net("mlp"), torch.optim.SGD(given.parameters(), lr=0.1))
+    for step in range(3):
+        run.backward(sum(loss_of(model, *batch("mlp", step, 1)) for _ in range(times)) / times)
+        optimizer.step()
+        optimizer.zero_grad()
+    found = dict(run.get_state_dict(model, rank0_only=False))
+    run.end_training()
+    return found
+
+
+@pytest.mark.full
+def test_version_1_in_bf16_trains_a_loss_of_two_forwards(run_processes) -> None:
+    for one, two in zip(run_processes(of_two_forwards, 1), run_processes(of_two_forwards, 2), strict=True):
+        assert distance(one, two) == 0
 
 
 def weights_with_names() -> set[str]:

@@ -16,7 +16,7 @@ __all__ = ["refused_carrier"]
 def refused_carrier(run: Run, plugin: str) -> Sequence[str]:
     """Return the reason why DTensors of the run's device cannot be gathered, if any.
 
-    torch's gloo reads a device's memory as the host's own where it gathers DTensors, which ends the process:
+    torch's gloo reads a device's memory as the host's own when it gathers DTensors, which ends the process:
     https://github.com/pytorch/pytorch/issues/132471.
     """
     kind = run.device.type

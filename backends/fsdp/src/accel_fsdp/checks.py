@@ -95,8 +95,7 @@ def _wrapping(config: Config) -> Iterator[str]:
         config.transformer_cls_names_to_wrap,
         config.min_num_params,
     )
-    takes_modules = callable(policy) or hasattr(policy, "_run_policy")
-    if policy is not None and policy not in WRAPS and not takes_modules:
+    if policy is not None and policy not in WRAPS and not callable(policy):
         yield _unknown("auto_wrap_policy", WRAPS, ", or a callable", policy)
     for option, word in (("transformer_cls_names_to_wrap", WRAPS[0]), ("min_num_params", WRAPS[1])):
         if getattr(config, option) and policy not in (None, word):

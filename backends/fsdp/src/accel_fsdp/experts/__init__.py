@@ -1,1 +1,1 @@
-"""Expert parallelism: stacks of experts spread over ranks."""
+"""Expert parallelism: stacks of experts that are spread over ranks. Knows nothing of sharding."""

@@ -23,7 +23,8 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from accel_core import AccelError, ConfigError
-from accel_fsdp.naming import become, did_you_mean
+from accel_fsdp.classes import become
+from accel_fsdp.naming import did_you_mean
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -133,10 +134,10 @@ class Spread:
         ranks, group = self._ranks.size(), self._ranks
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=group)
-        # Sizes of what travels are read once; nothing else here waits for the device.
+        # Sizes of the rows that travel are read once; nothing else here waits for the device.
         sent, got = torch.stack([counts, arriving]).view(2, ranks, -1).sum(2).tolist()
         total = sum(got)
-        # What arrives is grouped by rank, and by expert within these.
+        # Rows arrive grouped by rank, and by expert within each rank.
         local = torch.arange(self._experts // ranks, device=counts.device)
         mine = local.repeat(ranks).repeat_interleave(arriving, output_size=total)
         experts, order = mine.sort(stable=True)
@@ -162,7 +163,7 @@ class Spread:
 
 @contextmanager
 def _local(module: Any, ranks: int) -> Iterator[None]:
-    """Make the module's weights plain tensors, those of this rank's experts."""
+    """Make the module's weights plain tensors, of this rank's experts only."""
     places = [
         (each._parameters, key, weight)
         for each in module.modules()

@@ -1,1 +1,1 @@
-"""fsdp_version 1: torch's FullyShardedDataParallel."""
+"""FSDP 1: FullyShardedDataParallel of torch, its flat vectors and its limits."""

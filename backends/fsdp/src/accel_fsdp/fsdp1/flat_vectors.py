@@ -33,7 +33,7 @@ def modules_of(unit: Unit) -> list[FSDP]:
 def name_parameters(handle: Any) -> None:
     """Give modules their parameters back.
 
-    A forward may have left gathered weights in their places. Where nothing is cut, torch does not say so.
+    A forward may have left gathered weights in their places. If nothing is cut, torch does not say so.
     """
     if handle._skipped_use_sharded_views or not handle.uses_sharded_strategy:
         handle.reshard(handle.uses_sharded_strategy)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet, ref
 
 from attrs import evolve
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy, StateDictType
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N81
 
 from accel_core import CheckpointError, ConfigError, before_step, hooks, implements
 from accel_fsdp.fsdp1.flat_vectors import is_elsewhere, modules_of, parameters_of, parts_of
-from accel_fsdp.fsdp1.wrapper import Wrapper, follow_forwards
+from accel_fsdp.fsdp1.wrapper import Wrapper, refuse_lost_gradients
 from accel_fsdp.sharding.base import (
     FullyShardedDataParallel,
     evaluate_outside_inference_mode,
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from accel_core import Leaf, OptimizerState, Unit
+    from accel_core import Leaf, OptimizerState, Run, Unit
+    from accel_fsdp.config import FullyShardedDataParallelPlugin
     from accel_fsdp.fsdp1.flat_vectors import Part
 
 __all__ = ["Flat"]
@@ -43,6 +45,11 @@ class Flat(FullyShardedDataParallel):
 
     The model's own parameters are views of its vector.
     """
+
+    def __init__(self, config: FullyShardedDataParallelPlugin, run: Run) -> None:
+        super().__init__(config, run)
+        self._accumulating: WeakSet[Unit] = WeakSet()
+        """Units whose gradients wait for the end of a window."""
 
     @implements(hooks.refuse_unit)
     def refuse_unit(
@@ -71,7 +78,7 @@ class Flat(FullyShardedDataParallel):
     @implements(hooks.wrap_model)
     def wrap_model(self, unit: Unit, model: nn.Module) -> nn.Module:
         """Shard the model by version 1. Collective."""
-        self.join(unit)
+        self.find_ranks(unit)
         arguments = self._arguments(model)
         found = groups(model, self.config)
         if self.config.strategy == "NO_SHARD" or self.mesh.size(self.mesh.ndim - 1) == 1:
@@ -89,8 +96,8 @@ class Flat(FullyShardedDataParallel):
         if self.config.state_dict_type is not None:
             self._set_state_dict_type(wrapped)
         evaluate_outside_inference_mode(wrapped)
-        follow_forwards(wrapped)
         made = FSDP.fsdp_modules(wrapped)
+        wrapped.register_forward_pre_hook(partial(self._before_forward, ref(unit), made))
         reshard_after_evaluation(wrapped, partial(_free, made))
         self.guard_members(model, wrapped, [module for module in made if module is not wrapped])
         return wrapped
@@ -98,7 +105,7 @@ class Flat(FullyShardedDataParallel):
     def _set_state_dict_type(self, model: nn.Module) -> None:
         configs = (self.config.state_dict_config, self.config.optim_state_dict_config)
         with warnings.catch_warnings():
-            # What it recommends instead are functions, which `model.state_dict()` does not ask.
+            # It recommends functions instead, which `model.state_dict()` does not ask.
             warnings.simplefilter("ignore", FutureWarning)
             FSDP.set_state_dict_type(model, StateDictType[self.config.state_dict_type or ""], *configs)
 
@@ -134,11 +141,22 @@ class Flat(FullyShardedDataParallel):
     @implements(hooks.wrap_optimizer)
     def wrap_optimizer(self, unit: Unit, optimizer: Optimizer) -> Optimizer:
         modules = [module for model in unit.wrapped for module in FSDP.fsdp_modules(model)]
-        before_step(optimizer, partial(_free, modules))
+        before_step(optimizer, partial(self._before_step, ref(unit), modules))
         return optimizer
+
+    def _before_forward(self, unit: ref[Unit], modules: Sequence[FSDP], *call: Any) -> None:
+        # Inside a window gradients are whole by intent.
+        if unit() not in self._accumulating:
+            refuse_lost_gradients(modules)
+
+    def _before_step(self, unit: ref[Unit], modules: Sequence[FSDP], *call: Any) -> None:
+        self._accumulating.discard(unit())  # type: ignore[arg-type]
+        refuse_lost_gradients(modules)
+        _free(modules)
 
     @implements(hooks.no_sync)
     def no_sync(self, unit: Unit, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        self._accumulating.add(unit)
         return _all(model.no_sync() for model in models if isinstance(model, FSDP))
 
     @implements(hooks.clip_gradients)

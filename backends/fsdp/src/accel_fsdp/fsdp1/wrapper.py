@@ -1,19 +1,16 @@
-"""torch's wrapper of version 1, and forwards of it whose backward does not come."""
+"""torch's wrapper of version 1, and gradients that it does not reduce."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Any
 
-import torch
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  as everybody calls it
 
+from accel_core import AccelError
 from accel_fsdp.fsdp1.flat_vectors import name_parameters
 
-__all__ = ["Wrapper", "follow_forwards"]
-
-_will_run: Final[Callable[[Any], bool]] = vars(torch._C)["_will_engine_execute_node"]
+__all__ = ["Wrapper", "refuse_lost_gradients"]
 
 
 class Wrapper(FSDP):
@@ -27,49 +24,21 @@ class Wrapper(FSDP):
         super().zero_grad(set_to_none)
 
 
-def follow_forwards(root: FSDP) -> None:
-    """Have each backward reduce, also after a forward that had none: a batch that is skipped.
+def refuse_lost_gradients(modules: Iterable[FSDP]) -> None:
+    """Refuse gradients that a backward has left whole: no other rank has seen them.
 
-    torch hooks the node that accumulates gradients once until a backward. Where gathered weights have another
-    dtype, each forward has another node, and what a second forward gives would be lost without a word.
+    torch hooks its reduction to the forward that comes first after a backward. If weights are gathered in
+    another dtype and that forward has no backward (a batch that is skipped, a loss that is only printed),
+    the backward of the next forward reduces nothing.
     """
-    hooked: dict[FSDP, list[tuple[Any, Any]]] = {}
-    """Nodes of forwards that had no backward yet, with their hooks."""
-    begun: set[FSDP] = set()
-    """Modules that the forward which runs has not reached."""
-
-    def begin(*call: Any) -> None:
-        begun.clear()
-        for module in FSDP.fsdp_modules(root) if torch.is_grad_enabled() else ():
-            flat: Any = module._handle and module._handle.flat_param
-            state: Any = getattr(flat, "_post_backward_hook_state", ())
-            if len(state) == 2:  # a backward takes it away; frozen weights have one of another kind
-                hooked.setdefault(module, []).append(state)
-                begun.add(module)
-                del flat._post_backward_hook_state
-            else:
-                hooked.pop(module, None)
-
-    def reach(module: FSDP, *call: Any) -> None:
+    for module in modules:
         flat: Any = module._handle and module._handle.flat_param
-        state: Any = getattr(flat, "_post_backward_hook_state", ())
-        if module not in begun or len(state) != 2:
-            return
-        begun.discard(module)
-        node, handle = state
-        reduce = handle.hooks_dict_ref()[handle.id]
-        handle.remove()
-        if node is hooked[module][-1][0]:
-            flat._post_backward_hook_state = hooked[module].pop()
-            return
-        earlier = [each for each, _ in hooked[module]]
-
-        def reduce_unless_earlier(*gradients: Any) -> None:
-            if not any(map(_will_run, earlier)):  # which comes last, with the sum of all
-                reduce(*gradients)
-
-        flat._post_backward_hook_state = (node, node.register_hook(reduce_unless_earlier))
-
-    root.register_forward_pre_hook(begin)
-    for module in FSDP.fsdp_modules(root):  # its weights are gathered then, and torch's hook is there
-        module.module.register_forward_pre_hook(partial(reach, module))
+        if flat is None or flat.grad is None:
+            continue
+        # Reduced gradients have the dtype of the shard, but for `keep_low_precision_grads`: not told apart.
+        if flat.grad.dtype != flat._local_shard.dtype and not module._handle._keep_low_precision_grads:  # type: ignore[union-attr]
+            raise AccelError(
+                "fsdp_version 1 with mixed precision has not reduced the gradients of the last backward, as a"
+                " forward before it had a graph and no backward\n"
+                "run forwards without a backward under torch.no_grad(), or set fsdp.fsdp_version: 2"
+            )

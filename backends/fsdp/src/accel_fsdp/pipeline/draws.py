@@ -1,7 +1,7 @@
 """Random numbers that all stages of a pipeline have to draw alike.
 
-`forward_loss` runs in each stage of a micro-batch, up to the next stage. What it draws before it calls the
-model (noise that is input of the first stage and target of the last, say) must be the same in all of them.
+`forward_loss` runs in each stage of a micro-batch, up to the next stage. Numbers that it draws before it
+calls the model must be the same in all stages: noise that is input of the first and target of the last.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Draws:
         self._device, self._apart = device, apart
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
         self._begun: dict[int, State] = {}
-        """Micro-batch -> where its draws before the model begin."""
+        """Micro-batch -> the state of the streams as its draws before the model begin."""
         self._called: State | None = None
         self._host: Tensor | None = None
-        """The host's stream apart, where the device has one of its own."""
+        """The host's stream apart, if the device has one of its own."""
         self._rest = ExitStack()
 
     def forget(self) -> None:

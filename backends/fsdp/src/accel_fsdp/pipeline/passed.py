@@ -1,6 +1,6 @@
-"""Stand-ins for what modules of earlier stages of a pipeline would give.
+"""Stand-ins for the outputs of modules of earlier stages of a pipeline.
 
-A stage's forward begins with what the model does before the stage, for its shapes. None of these values may
+A stage's forward begins with the model's code before the stage, for its shapes. None of these values may
 be used once the stage has begun: the one tensor that was sent is given to its first module.
 """
 
@@ -36,7 +36,7 @@ class Running:
         self.stage: int | None = None
         self.received: Tensor | None = None
         self.passed: Tensor | None = None
-        """Stands for what modules before the stage would give."""
+        """Stands for the outputs of modules before the stage."""
         self.entered = False
         self.draws: Draws
         """Numbers that all stages draw alike."""
@@ -53,7 +53,7 @@ class Running:
 
 
 class Passed(torch.Tensor):
-    """A tensor computed from stand-ins; an error where a stage computes with it."""
+    """A tensor computed from stand-ins; an error if a stage computes with it."""
 
     running: Running
     received: Tensor
@@ -69,26 +69,25 @@ class Passed(torch.Tensor):
             args, kwargs = tree_map_only(Passed, lambda each: each.as_subclass(Tensor), (args, kwargs))
             return func(*args, **kwargs)
         found = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        touched = (*tree_leaves(found), *_written(name, args, kwargs))
-        computed = [each for each in touched if type(each) in (Tensor, Passed)]
-        if not computed and name not in NUMBERS:
+        computed = [each for each in tree_leaves(found) if isinstance(each, Passed)]
+        leaves_tensors = name in NUMBERS or _writes_plain_tensors(name, args, kwargs)
+        if not computed and not leaves_tensors:
             return found
         source = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Passed))
         running = source.running
-        if running.stage is not None and (running.entered or name in NUMBERS):
+        # A number, and a plain tensor that is written in place, no longer say that they stand for a value of
+        # an earlier stage: their use could not be noticed later.
+        if running.stage is not None and (running.entered or leaves_tensors):
             raise refusal(running, name)
         for each in computed:
-            each.__class__ = Passed
             each.running, each.received = running, source.received
         return found
 
 
-def _written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the tensors that an operation writes, and what they are views of."""
+def _writes_plain_tensors(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     in_place = name == "__setitem__" or name.startswith("__i") or name.strip("_") + "_" == name
-    leaves = tree_leaves((args[:1] if in_place else (), kwargs.get("out")))
-    written = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    return [*written, *(each._base for each in written)]
+    written = tree_leaves((args[:1] if in_place else (), kwargs.get("out")))
+    return any(isinstance(leaf, Tensor) and not isinstance(leaf, Passed) for leaf in written)
 
 
 def refusal(running: Running, use: str) -> AccelError:
@@ -123,6 +122,6 @@ def _stand_in(received: Tensor, running: Running) -> Tensor:
 
 
 def received_by(args: Sequence[Any]) -> Sequence[Any]:
-    """Return a stage's first arguments, with what it received in place of a stand-in."""
+    """Return a stage's first arguments, with the received tensor in place of a stand-in."""
     first = args[:1]
     return (first[0].received, *args[1:]) if first and isinstance(first[0], Passed) else args

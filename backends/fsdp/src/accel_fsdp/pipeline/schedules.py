@@ -61,7 +61,7 @@ class Pipe:
         device: torch.device,
         unit: ref[Unit],
     ) -> None:
-        """Cut the model as the config says; give up what is not this rank's.
+        """Cut the model as the config says; give up the stages of other ranks.
 
         Raises:
             ConfigError: stages and ranks do not go together, or the model cannot be cut.
@@ -154,7 +154,7 @@ class Pipe:
                     number=numbers, target=numbers if last else None
                 )
                 self.is_broken = False
-        except RuntimeError as error:  # torch's words around what a stage raised
+        except RuntimeError as error:  # torch's words around the error of a stage
             if error.__cause__ is None:
                 raise
             raise error.__cause__ from None
@@ -319,7 +319,7 @@ class _Stage(nn.Module):
 
 
 def _contiguous_backward(received: Tensor) -> Tensor:
-    """Return what was received, so that the gradient to be sent back is contiguous."""
+    """Return the received tensor, so that the gradient to be sent back is contiguous."""
     if not received.requires_grad:
         return received
     same = received.view_as(received)  # torch receives into one tensor again and again: no hook may stay

@@ -2,9 +2,9 @@
 
 Its names stay whole, and a rank keeps the weights of its own stages.
 
-The model's own forward runs on every rank. What belongs to an earlier stage is passed over; the first
-module of the stage is given what the stage before sent; the first of the next stage ends the forward
-with what is to be sent. So nothing is traced, and nothing of the model is written anew.
+The model's own forward runs on every rank. Modules of earlier stages are passed over; the first
+module of the stage is given the tensor that the stage before sent; the first module of the next stage ends
+the forward with the tensor to be sent. So nothing is traced, and nothing of the model is written anew.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from accel_core import AccelError, ConfigError
-from accel_fsdp.naming import become
+from accel_fsdp.classes import become, mark_absent
 from accel_fsdp.pipeline.passed import Passed, Running, received_by, refusal, unpassable
 
-__all__ = ["Left", "absent", "cut", "forward_of", "is_cut", "note_hooks_of_plugins", "points_of"]
+__all__ = ["Left", "cut", "note_hooks_of_plugins", "points_of"]
 
 
 OF_OUTPUTS: Final = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -97,7 +97,7 @@ class _Root:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        except Left as left:  # the hooks of what is sharded must see what is sent
+        except Left as left:  # hooks of sharded modules must see the tensor that is sent
             self._left = left.activation
             return left.activation
         except Exception as error:
@@ -136,7 +136,7 @@ class _Root:
     def _without_hooks_of_users(self) -> Iterator[None]:
         """Run a stage whose outputs are not the model's.
 
-        Hooks of plugins are for what it sends, too.
+        Hooks of plugins are for the tensor that it sends, too.
         """
         held = {
             kind: hooks
@@ -153,7 +153,7 @@ class _Root:
 
 
 def note_hooks_of_plugins(model: nn.Module) -> None:
-    """Count the hooks that the model got since the cut as those of plugins."""
+    """Count the hooks that the model got since the cut as hooks of plugins."""
     assert isinstance(model, _Root)
     model._of_plugins = _hooks(model) - model._of_users
 
@@ -165,7 +165,7 @@ def _hooks(module: Any) -> frozenset[int]:
 def points_of(model: nn.Module, named: Sequence[str], stages: int) -> list[str]:
     """Names of the modules at which stages but the first begin.
 
-    Those named; else the model's own `pp_split_points`; else its longest list of modules is cut evenly.
+    The modules of `named`, or the model's own `pp_split_points`, or even cuts of its longest list of modules.
 
     Raises:
         ConfigError: there is no such module, or no list to cut.
@@ -216,30 +216,11 @@ def cut(
         *(piece.modules() for stage in pieces if stage not in mine for piece in pieces[stage])
     ):
         if module not in kept:
-            module.__dict__["_absent"] = True
+            mark_absent(module)
         for tensor in _tensors(module):
             if not tensor.is_meta and tensor not in kept:
                 _empty(tensor)
     return running, pieces
-
-
-def is_cut(model: nn.Module) -> bool:
-    """Return True if an earlier prepare has cut the model, or what it is a part of."""
-    return any(isinstance(module, (_Piece, _Root)) for module in model.modules())
-
-
-def forward_of(model: nn.Module) -> object:
-    """Return the function that the model's class has as forward, cut or not; None for a model's own."""
-    bound = super(_Root, model).forward if isinstance(model, _Root) else model.forward  # type: ignore[misc]
-    return getattr(bound, "__func__", None)
-
-
-def absent(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of other ranks' stages.
-
-    They may share weights with modules of this rank's.
-    """
-    return [module for module in model.modules() if "_absent" in module.__dict__]
 
 
 def _pieces(model: nn.Module, points: Sequence[str]) -> Iterator[tuple[str, nn.Module, int]]:

@@ -111,7 +111,7 @@ class Pipelined(Sharded):
     ) -> StepOutput:
         """Run the schedule over one window. Collective.
 
-        All ranks get the loss; those of the last stage also what `forward_loss` gave.
+        All ranks get the loss; ranks of the last stage also the outputs of `forward_loss`.
         """
         with unit.whole_window(batches, microbatches) as taken:
             scale, divisor = None if forward_only else self._scale(unit), unit.window.divisor
@@ -132,7 +132,7 @@ class Pipelined(Sharded):
         assert one.grad is not None
         return one.grad
 
-    # -- state: every name on every rank, tensors where they are -----------------------------------
+    # -- state: every name on every rank, tensors on their own ------------------------------------
 
     @implements(hooks.model_state)
     def model_state(self, unit: Unit) -> Mapping[str, Leaf]:
@@ -142,7 +142,7 @@ class Pipelined(Sharded):
     @implements(hooks.optimizer_state)
     def optimizer_state(self, unit: Unit, optimizer: Optimizer) -> OptimizerState:
         state, absent = super().optimizer_state(unit, optimizer), _absent(unit)
-        # What a load has made for them is of the meta device, but for counters.
+        # A load has made tensors of the meta device for them, and counters.
         leaves = {
             key: evolve(leaf, shards=()) if key.rpartition("/")[0] in absent else leaf
             for key, leaf in state.leaves.items()
@@ -158,7 +158,7 @@ class Pipelined(Sharded):
         for name, (leaf, owner, wanted) in held.items():
             if owner == pipe.rank:
                 tensor = whole(parameters[name] if name in parameters else leaf.shards[0][1])
-                tensor = tensor.to(self.run.device).contiguous()  # where the others receive it
+                tensor = tensor.to(self.run.device).contiguous()  # on which the others receive it
             else:
                 tensor = torch.empty(leaf.global_shape, dtype=wanted, device=self.run.device)
             dist.broadcast(tensor, group=pipe.group, group_src=owner)

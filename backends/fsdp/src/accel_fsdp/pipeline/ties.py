@@ -1,6 +1,6 @@
 """Weights of several pipeline stages.
 
-Each has all of it, and the gradient is the sum of what they find.
+Each has all of it, and the gradient is the sum over the stages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Ties"]
 
 Places = dict[int, list["tuple[nn.Module, str]"]]
-"""Of one weight: stage -> modules, and what they call it."""
+"""Of one weight: stage -> modules, and their name for it."""
 
 
 class Ties:
@@ -83,9 +83,9 @@ class Ties:
         mine = _local(tensor).to(self.device).contiguous()
         given = {rank: torch.empty_like(mine) for rank in ranks if rank != self.rank}
         transfers = [
-            dist.P2POp(operation, what, group=self.group, group_peer=rank)
+            dist.P2POp(operation, sent, group=self.group, group_peer=rank)
             for rank, theirs in given.items()
-            for operation, what in ((dist.isend, mine), (dist.irecv, theirs))
+            for operation, sent in ((dist.isend, mine), (dist.irecv, theirs))
         ]
         for transfer in dist.batch_isend_irecv(transfers):
             transfer.wait()

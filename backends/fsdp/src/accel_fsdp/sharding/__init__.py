@@ -1,1 +1,4 @@
-"""FSDP of version 2, and what all versions have in common: groups, first weights, gradients, norms, state."""
+"""FSDP 2 of torch, `fully_shard`: which modules are a group, first weights, state, gradients and norms.
+
+Also the parts that FSDP 1 and all other rooms share. Knows experts, and no other room.
+"""

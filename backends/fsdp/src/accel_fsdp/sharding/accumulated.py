@@ -1,6 +1,7 @@
 """Gradients of version 2 that are not reduced yet.
 
-torch keeps them apart from `parameter.grad`, where its `zero_grad` does not see them.
+torch keeps them apart from `parameter.grad`, and its `zero_grad` does not see them. Its own way to drop them,
+`reset_iter_state` of torch 2.13, drops them for all optimizers of a model, while one may clear its gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["clear", "clear_with", "parameters_of", "sharded_parameters"]
 
 
 def clear(models: Iterable[nn.Module], parameters: Iterable[Tensor]) -> None:
-    """Drop what these parameters have, so that it is not added to the next window."""
+    """Drop the gradients of these parameters, so that they are not added to the next window."""
     cleared = set(map(id, parameters))
     for one in (one for model in models for one in sharded_parameters(model)):
         if id(one.sharded_param) in cleared:

@@ -1,4 +1,6 @@
-"""Comparison of gradients of whole parameters on ranks that split layers.
+"""Comparison of gradients of whole parameters on ranks that split layers, in two steps of an optimizer.
+
+For plans that forget norms of queries and keys (Qwen3 has such norms), or norms of parts of sequences.
 
 A module that works on a rank's part of a sequence, or of heads, sees a part of the gradient. Unless the plan
 says so, nothing sums these parts, and each rank trains weights of its own.
@@ -18,15 +20,15 @@ from accel_core import AccelError, before_step
 from accel_fsdp.sharding.dims import replica_names
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
     from torch.optim import Optimizer
 
-    from accel_core import Run, Unit
+    from accel_core import Unit
 
-__all__ = ["before_update", "compare_gradients", "refuse_whole_inputs"]
+__all__ = ["before_update", "compare_gradients"]
 
-TIMES: Final = 2
-"""Comparisons of a gradient that is not zero."""
+STEPS: Final = 2
+"""Steps that are compared: in the first one, adapters that begin at zero (LoRA) give others no gradient."""
 SAMPLE: Final = 2**16
 """Elements of a gradient that are compared, besides its norm."""
 TOLERANCE: Final = 0.05
@@ -38,14 +40,20 @@ NEGLIGIBLE: Final = 64.0
 def compare_gradients(unit: Unit, optimizer: Optimizer) -> None:
     """Have ranks compare gradients of whole parameters in an optimizer's first steps.
 
-    Such a step raises AccelError where ranks that split layers differ.
+    Such a step raises AccelError if ranks that split layers differ. No later step compares anything.
     """
     names = replica_names(unit.mesh) if unit.mesh is not None else []
-    comparisons = [_Comparison(unit, name) for name in names]
+    unit_of, steps_left = ref(unit), STEPS
 
     def compare(optimizer: Optimizer) -> None:
-        for comparison in comparisons:
-            comparison.step(optimizer)
+        nonlocal steps_left
+        unit = unit_of()
+        if not steps_left or unit is None:
+            return
+        steps_left -= 1
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        for name in names:
+            _compare(unit, name, [parameter for parameter in trained if not _is_split(parameter, name)])
 
     if names:
         before_update(optimizer, compare)
@@ -71,90 +79,30 @@ def before_update(optimizer: Optimizer, check: Callable[[Optimizer], None]) -> N
     before_step(optimizer, hook)
 
 
-def refuse_whole_inputs(run: Run, name: str, module: nn.Module, called: str) -> None:
-    """Have ranks compare the first gradients of a module that works on parts.
-
-    Gradients that are the same on all ranks of the dimension are of no parts, and their sum is too large.
-    """
-    left = TIMES
-
-    def compare(gradient: Tensor) -> None:
-        nonlocal left
-        if not left:
-            return
-        left -= 1
-        ranks, mine = run.collectives(name), _digest(gradient).to(run.device)
-        first, *others = ranks.all_gather(mine).view(ranks.size, -1).tolist()
-        if first[0] and all(other == first for other in others):
-            raise AccelError(
-                f"tensor-parallel.parallelize_plan: {called} has the style of modules that work on a part of"
-                f" their input, but its input is the same on all ranks of {name}: gradients of its weights"
-                f" would be {ranks.size} times too large\n"
-                f"leave it whole: {{{called}: null}}"
-            )
-
-    def watch(module: nn.Module, inputs: Any, output: Any) -> None:
-        if not left or torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return
-        if any(parameter.requires_grad for parameter in module.parameters()):
-            output.register_hook(compare)
-
-    module.register_forward_hook(watch)
-
-
-class _Comparison:
-    """Comparisons by the ranks along one dimension.
-
-    A parameter takes part in the first steps in which it is trained, and again at the fourth, the eighth, ...
-    until it had gradients, which frozen ones and branches that begin at zero have late.
-    """
-
-    def __init__(self, unit: Unit, name: str) -> None:
-        self.unit, self.name = ref(unit), name
-        self.steps: dict[Tensor, int] = {}
-        """Steps of a parameter that is to be compared."""
-        self.left: dict[Tensor, int] = {}
-        """Comparisons that a parameter has to pass yet."""
-
-    def step(self, optimizer: Optimizer) -> None:
-        unit, due = self.unit(), []
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad and self.left.get(parameter, TIMES):
-                    steps = self.steps[parameter] = self.steps.get(parameter, 0) + 1
-                    if not steps & (steps - 1):
-                        due.append(parameter)
-        if due and unit is not None:
-            split = {parameter for parameter in due if _is_split(parameter, self.name)}
-            self.left.update(dict.fromkeys(split, 0))
-            for parameter in _compare(unit, self.name, [each for each in due if each not in split]):
-                self.left[parameter] = self.left.get(parameter, TIMES) - 1
-
-
 def _is_split(parameter: Tensor, name: str) -> bool:
     return isinstance(parameter, DTensor) and name in (parameter.device_mesh.mesh_dim_names or ())
 
 
-def _compare(unit: Unit, name: str, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the parameters that ranks compared; raise if gradients differ.
+def _compare(unit: Unit, name: str, parameters: Sequence[Tensor]) -> None:
+    """Raise AccelError if gradients differ on the ranks of a dimension. Collective over the dimension.
 
-    Others have gradients that are missing, zero or not finite. Collective over the dimension.
+    Gradients that are missing, negligible or not finite are not compared.
     """
     if not parameters:
-        return ()
+        return
     ranks = unit.run.collectives(name)
     mine = torch.stack([_digest(parameter.grad).to(unit.run.device) for parameter in parameters])
     found = ranks.all_gather(mine).view(ranks.size, *mine.shape).transpose(0, 1).tolist()
     norms = [max(digest[0] for digest in digests) for digests in found]
     least = _rounding(unit, parameters) * math.hypot(*(norm for norm in norms if math.isfinite(norm)))
-    compared: list[Tensor] = []
-    apart: list[Tensor] = []
-    for parameter, digests, norm in zip(parameters, found, norms, strict=True):
-        if least < norm < math.inf:
-            (apart if _differ(digests, TOLERANCE * norm) else compared).append(parameter)
+    apart = {
+        parameter
+        for parameter, digests, norm in zip(parameters, found, norms, strict=True)
+        if least < norm < math.inf and _differ(digests, TOLERANCE * norm)
+    }
     if not apart:
-        return compared
-    named = ", ".join([key for key, each in unit.named_parameters().items() if any(each is p for p in apart)])
+        return
+    named = ", ".join(key for key, each in unit.named_parameters().items() if each in apart)
     raise AccelError(
         f"unit {unit.name!r}: gradients of {named} differ on the ranks of {name}, which have these parameters"
         " whole and would train them apart\n"

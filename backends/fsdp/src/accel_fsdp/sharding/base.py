@@ -1,4 +1,4 @@
-"""Strategy `fsdp`: what both versions of torch's FSDP have in common.
+"""Strategy `fsdp`: the parts that both versions of torch's FSDP have in common.
 
 `fsdp2` and `fsdp1` are the two.
 """
@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 from accel_core import hooks, implements, join_process_group, leave_process_group
 from accel_fsdp.carriers import refused_carrier
 from accel_fsdp.checks import refused_sizes
+from accel_fsdp.classes import has_become
 from accel_fsdp.config import FullyShardedDataParallelPlugin
-from accel_fsdp.pipeline.stages import is_cut
 from accel_fsdp.sharding import dims, meta
 from accel_fsdp.sharding.optimizers import refused
 from accel_fsdp.sharding.own_plan import refuse_members_alone
@@ -76,7 +76,7 @@ class FullyShardedDataParallel:
         assert self._mesh is not None, "a model is wrapped first"
         return self._mesh
 
-    def join(self, unit: Unit) -> None:
+    def find_ranks(self, unit: Unit) -> None:
         """Find the ranks that share the unit's models. Collective."""
         unit.set_forward_is_collective()
         if self._mesh is None and unit.mesh is not None:
@@ -126,7 +126,7 @@ class FullyShardedDataParallel:
 
     @implements(hooks.place_model)
     def place_model(self, unit: Unit, model: nn.Module, device: torch.device) -> nn.Module:
-        # Groups are placed one by one, as they are sharded; what is ignored stays whole.
+        # Groups are placed one by one, as they are sharded; ignored modules stay whole.
         for module in ignored(model, self.config):
             module.to(device)
         return model
@@ -153,7 +153,7 @@ class FullyShardedDataParallel:
     def note_groups(self, unit: Unit, model: nn.Module, found: Sequence[Group]) -> None:
         """Keep lines about the groups, before they are sharded; warn of one that nobody asked for."""
         self._described.setdefault(unit, []).extend(described(model, found))
-        if self.run.world.rank == 0 and (warning := one_group(model, self.config)):
+        if self.run.world.rank == 0 and len(found) == 1 and (warning := one_group(model, self.config)):
             logger.warning(warning)
 
     def guard_members(self, model: nn.Module, prepared: nn.Module, members: Sequence[nn.Module]) -> None:
@@ -201,7 +201,7 @@ def _sharded_before(model: nn.Module) -> str | None:
         isinstance(module, FSDPModule) or hasattr(module, "_is_fsdp_managed_module")
         for module in model.modules()
     )
-    if not (sharded or is_cut(model)):
+    if not (sharded or has_become(model)):
         return None
     done = "sharded" if sharded else "cut into stages"
     return (
@@ -236,7 +236,7 @@ def _on_device_only(optimizer: Optimizer) -> str | None:
 def evaluate_outside_inference_mode(model: nn.Module) -> None:
     """Run forwards in `torch.inference_mode` under `torch.no_grad` instead.
 
-    The memory that an evaluation gathers weights into is that of later forwards, which train.
+    An evaluation gathers weights into the memory that later forwards use, which train.
     """
     instead = ExitStack()
 
@@ -255,8 +255,8 @@ def evaluate_outside_inference_mode(model: nn.Module) -> None:
 def reshard_after_evaluation(model: nn.Module, reshard: Callable[[], None]) -> None:
     """Call `reshard` after each forward of the model that has no graph.
 
-    torch keeps the weights of the outermost group, and of all groups where `reshard_after_forward` is
-    false, gathered for the backward. Where no backward comes, an edit in place (clamping, an average of
+    torch keeps the weights of the outermost group, and of all groups if `reshard_after_forward` is
+    false, gathered for the backward. If no backward comes, an edit in place (clamping, an average of
     weights) would change the gathered copy and be lost. The cost: the next forward gathers them again.
     """
 

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from accel_core import AccelError, ConfigError, before_step, hooks, implements
+from accel_fsdp.classes import absent
 from accel_fsdp.experts.stacks import Spread, split, spread
-from accel_fsdp.pipeline.stages import absent
 from accel_fsdp.sharding.accumulated import clear, clear_with, sharded_parameters
 from accel_fsdp.sharding.agreement import compare_gradients
 from accel_fsdp.sharding.base import (
@@ -32,7 +32,7 @@ from accel_fsdp.sharding.dims import sharding, stages
 from accel_fsdp.sharding.gathering import whole, whole_by_block
 from accel_fsdp.sharding.kinds import step_by_kind
 from accel_fsdp.sharding.norms import Layout, clip_norm, clip_value
-from accel_fsdp.sharding.parameters import guard_conversions, replace_parameter
+from accel_fsdp.sharding.parameters import replace_parameter
 from accel_fsdp.sharding.plain_state import part_of, take_plain_state, take_plain_weights
 from accel_fsdp.sharding.precision import mixed_precision
 from accel_fsdp.sharding.unused import HAS_ZEROS, Use, check_use
@@ -80,7 +80,7 @@ class Sharded(FullyShardedDataParallel):
     @implements(hooks.wrap_model)
     def wrap_model(self, unit: Unit, model: nn.Module) -> nn.Module:
         """Shard the model by version 2. Collective."""
-        self.join(unit)
+        self.find_ranks(unit)
         arguments: dict[str, Any] = {
             "reshard_after_forward": self._reshards(unit),
             "mp_policy": mixed_precision(self.config, self.run),
@@ -118,7 +118,6 @@ class Sharded(FullyShardedDataParallel):
             model.register_forward_hook(refuse_second_order)
             reshard_after_evaluation(model, partial(_reshard, made))
             self.guard_members(model, model, made[:-1])
-        guard_conversions(model)
         return model
 
     @implements(hooks.wrap_optimizer)
@@ -243,7 +242,7 @@ class Sharded(FullyShardedDataParallel):
         return policy.reduce_dtype not in (None, policy.param_dtype)
 
     def _plain(self, unit: Unit, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
-        """Return those without elements, and note if there are any.
+        """Return the parameters without elements, and note if there are any.
 
         torch cannot reduce their gradients.
         """
@@ -263,7 +262,7 @@ class Sharded(FullyShardedDataParallel):
         return sharding(unit.mesh, "ep")
 
     def _offload(self) -> OffloadPolicy:
-        # torch pins memory for an accelerator, and raises where there is none.
+        # torch pins memory for an accelerator, and raises if there is none.
         return (
             CPUOffloadPolicy(pin_memory=self.run.device.type != "cpu")
             if self.config.cpu_offload
@@ -331,7 +330,7 @@ def _whole(models: Sequence[nn.Module], wanted: Sequence[nn.Parameter], *, write
         if parameter in stand_ins
     ]
     loaded = [one for model in models for one in sharded_parameters(model)]
-    for one in loaded:  # else torch looks for a shard in what `load_state_dict` gives here
+    for one in loaded:  # else torch looks for a shard in the whole tensors that `load_state_dict` gives
         one._post_load_hook_handle.remove()
     for table, name, parameter in places:
         table[name] = stand_ins[parameter]

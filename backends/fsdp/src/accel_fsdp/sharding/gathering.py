@@ -1,4 +1,4 @@
-"""Whole tensors out of parts: those of a block travel together."""
+"""Whole tensors out of parts: the tensors of a block travel together."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 """First values of weights: from the meta device, from rank 0, on their device.
 
-One group at a time, just before it is sharded: a rank never holds more whole weights than those.
+One group at a time, just before it is sharded: a rank never holds the whole weights of two groups.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from accel_fsdp.config import FullyShardedDataParallelPlugin
     from accel_fsdp.sharding.wrapping import Group
 
-__all__ = ["init_context", "materialize"]
+__all__ = ["init_context", "materialize", "send_weights"]
+
+PARCEL: Final = 2**26
+"""Bytes of small tensors that are copied into one buffer to be sent."""
 
 
 def init_context(config: FullyShardedDataParallelPlugin, *, first: bool) -> AbstractContextManager[Any]:
@@ -44,7 +47,7 @@ def materialize(
 
     Collective unless `sync_module_states` is False.
 
-    replica_groups: groups of ranks that split layers, and have the same of what is not split.
+    replica_groups: groups of ranks that split layers, and have all other weights in common.
     """
     waits = config.cpu_ram_efficient_loading and not _is_first(mesh)
     for module in group.modules:
@@ -53,26 +56,54 @@ def materialize(
             _swap(tensor, torch.empty_like(tensor, device=device))
         if empty and not waits:
             _initialize(module, config, group)
-    for tensor in dict.fromkeys(tensor for module in group.modules for tensor in _own(module)):
+    tensors = list(dict.fromkeys(tensor for module in group.modules for tensor in _own(module)))
+    for tensor in tensors:
         if tensor.device != device:
             _move(tensor, device)
-        if config.syncs:
-            _broadcast(tensor.detach(), mesh, replica_groups)
+    if config.syncs:
+        ranks = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+        send_weights([t.to_local() for t in tensors if isinstance(t, DTensor)], ranks)
+        send_weights([t for t in tensors if not isinstance(t, DTensor)], [*ranks, *replica_groups])
 
 
 def _is_first(mesh: DeviceMesh) -> bool:
     return not any(mesh.get_coordinate() or ())
 
 
-def _broadcast(tensor: Tensor, mesh: DeviceMesh, replica_groups: Sequence[dist.ProcessGroup]) -> None:
-    split = isinstance(tensor, DTensor)
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    sent = local.resolve_conj().resolve_neg().contiguous()  # NCCL takes no transposed tensor
-    for group in (*map(mesh.get_group, range(mesh.ndim)), *(() if split else replica_groups)):
-        # As bytes: groups do not carry each dtype (gloo no int16, no float8).
-        dist.broadcast(sent.reshape(-1).view(torch.uint8), group=group, group_src=0)
-    if sent is not local:
-        local.copy_(sent)
+@torch.no_grad()
+def send_weights(tensors: Sequence[Tensor], groups: Iterable[dist.ProcessGroup]) -> None:
+    """Overwrite the tensors with the first rank's, of each group in turn. Collective.
+
+    Tensors travel together: a broadcast of its own for each costs more than its bytes in most models.
+    """
+    groups = [group for group in groups if group.size() > 1]
+    for parcel in _parcels([tensor.detach() for tensor in tensors]) if groups else ():
+        # NCCL takes no transposed tensor. As bytes: groups lack dtypes, gloo int16 and float8 for example.
+        laid_out = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in parcel]
+        parts = [tensor.reshape(-1).view(torch.uint8) for tensor in laid_out]
+        sent = torch.cat(parts) if len(parts) > 1 else parts[0]
+        for group in groups:
+            dist.broadcast(sent, group=group, group_src=0)
+        if len(parts) > 1:
+            for part, received in zip(parts, sent.split([part.numel() for part in parts]), strict=True):
+                part.copy_(received)
+        for tensor, copy in zip(parcel, laid_out, strict=True):
+            if copy is not tensor:
+                tensor.copy_(copy)
+
+
+def _parcels(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the tensors in lists of at most PARCEL bytes: a whole model may be one group."""
+    parcel: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if parcel and size + tensor.nbytes > PARCEL:
+            yield parcel
+            parcel, size = [], 0
+        parcel.append(tensor)
+        size += tensor.nbytes
+    if parcel:
+        yield parcel
 
 
 def _own(module: nn.Module) -> list[Tensor]:
@@ -81,7 +112,7 @@ def _own(module: nn.Module) -> list[Tensor]:
 
 def _move(tensor: Tensor, device: torch.device) -> None:
     moved = tensor.data.to(device)
-    # Subclasses hold tensors of their own, which `.data =` would leave where they were.
+    # Subclasses hold tensors of their own, which `.data =` would leave on their old device.
     is_plain = type(moved).__torch_dispatch__ is Tensor.__torch_dispatch__
     if is_plain and torch._has_compatible_shallow_copy_type(tensor, moved):
         tensor.data = moved
@@ -114,7 +145,7 @@ def _is_split(tensor: DTensor) -> bool:
 
 
 def _refuse_blind_draws(group: Group) -> None:
-    # torch knows which part of a split weight a rank draws where generators can be moved on; else each
+    # torch knows which part of a split weight a rank draws if generators can be moved on; else each
     # rank would draw the same numbers for its part.
     mesh = next(p for p in group.own_parameters if isinstance(p, DTensor)).device_mesh
     with warnings.catch_warnings():

@@ -1,6 +1,6 @@
 """Norm and clipping of gradients on several meshes, which torch cannot combine.
 
-Each rank looks at its own parts only. What they give is reduced once over each dimension that some
+Each rank looks at its own parts only. Their results are reduced once over each dimension that some
 gradient is split over, for all gradients together: a number each, however many parameters there are.
 """
 
@@ -27,7 +27,7 @@ class Layout:
     """Places of the gradients of some parameters, alike on all ranks with parts.
 
     kinds: for each parameter, which set of `splits` it belongs to; -1: others count it. splits: the
-    groups that its parts are spread over. is_double: one is float64. stages: the group of those that hold
+    groups that its parts are spread over. is_double: one is float64. stages: the group of the ranks that hold
     other parameters of the model.
     """
 
@@ -89,7 +89,7 @@ def clip_norm(layout: Layout, max_norm: float, norm_type: float, device: torch.d
 
     Gives the norm before. Collective.
 
-    As `torch.nn.utils.clip_grad_norm_` computes it of the whole gradients, in float32; in float64, where a
+    As `torch.nn.utils.clip_grad_norm_` computes it of the whole gradients, in float32; in float64, if a
     parameter is of it.
 
     Raises:
@@ -146,12 +146,12 @@ def _total(
 
 
 def _norms(gradients: Sequence[Tensor], norm_type: float, nothing: Tensor) -> list[Tensor]:
-    """Return the norm of each, where and of the dtype that `nothing` is."""
+    """Return the norm of each, on the device and of the dtype of `nothing`."""
     # torch has no maximum of nothing, and an uneven shard may be empty.
     found: dict[int, Tensor] = {}
     full = [gradient for gradient in gradients if gradient.numel()]
     for same in _by_device(full).values():
-        # All of a device at once: those of offloaded gradients would be copied one by one.
+        # All of a device at once: norms of offloaded gradients would be copied one by one.
         of = torch.stack(torch._foreach_norm(same, norm_type, dtype=nothing.dtype)).to(nothing.device)
         found |= {id(gradient): norm for gradient, norm in zip(same, of.unbind(), strict=True)}
     return [found.get(id(gradient), nothing) for gradient in gradients]

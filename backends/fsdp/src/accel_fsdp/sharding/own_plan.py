@@ -1,6 +1,6 @@
 """The blocks of a model for which nobody wrote a wrap policy.
 
-A block is a group only where it is certain that every rank runs it in each forward. Ranks that gather
+A block is a group only if it is certain that every rank runs it in each forward. Ranks that gather
 different groups wait for each other, or compute with each other's weights.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from accel_core import AccelError
-from accel_fsdp.pipeline.stages import forward_of
+from accel_fsdp.classes import forward_of
 
 __all__ = ["of_classes", "own_blocks", "refuse_members_alone", "repeated_classes"]
 
@@ -45,7 +45,7 @@ def of_classes(model: nn.Module, names: Collection[str]) -> list[nn.Module]:
 
 
 def repeated_classes(module: nn.Module) -> list[str]:
-    """Return the classes of which lists in the module have several blocks; else those of several Linears."""
+    """Return the classes of which lists in the module have several blocks, or of several Linears."""
     linears = [type(each).__name__ for each in module.modules() if isinstance(each, nn.Linear)]
     return list(dict.fromkeys(_repeated(module))) or (sorted({*linears}) if len(linears) > 1 else [])
 

@@ -116,7 +116,7 @@ class Use:
         return parameter in self._used or hasattr(gradient, "_is_used")
 
     def _end(self) -> None:
-        """Let torch reduce what is there from now on, and note nothing."""
+        """Let torch reduce the gradients that exist from now on, and note nothing."""
         for handle in self._handles:
             handle.remove()
         for module in self._watched:
@@ -127,7 +127,10 @@ class Use:
 
 
 def check_use(unit: Unit, optimizer: Optimizer, use: Use) -> None:
-    """Have the optimizer step only what is right for all ranks.
+    """Have the optimizer step only gradients that are right for all ranks.
+
+    For models whose heads or experts are used by some ranks only: torch's `fully_shard` would add up
+    gradients of different parameters, without a word.
 
     With `find_unused_parameters`, the zeros of parameters that no rank used are dropped before each step.
     Without, ranks compare in the first step which parameters have a gradient. Later, each rank refuses a step

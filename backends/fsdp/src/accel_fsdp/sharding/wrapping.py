@@ -17,9 +17,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp import wrap
 
 from accel_core import ConfigError
+from accel_fsdp.classes import absent
 from accel_fsdp.experts.stacks import Spread
 from accel_fsdp.naming import did_you_mean
-from accel_fsdp.pipeline.stages import absent
 from accel_fsdp.sharding.own_plan import of_classes, own_blocks
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ __all__ = [
 class Group:
     """A module that is sharded by itself, without parts that inner groups have.
 
-    modules: itself and those inside it that are in no inner group.
+    modules: the module and all modules inside it that are in no inner group.
     """
 
     name: str
@@ -122,8 +122,6 @@ def chosen_blocks(
         return _named_blocks(model, config.transformer_cls_names_to_wrap)
     elif policy is None:
         return own_blocks(model)
-    if hasattr(policy, "_run_policy") and not callable(policy):  # torch's CustomPolicy
-        return [module for module in policy._run_policy(model, set(left), {}) if module is not model]
     return list(dict.fromkeys(_by_policy(model, policy, left)))
 
 
@@ -141,7 +139,7 @@ def checkpointed(
 ) -> nn.Module:
     """Return the model with each block's activations computed again in backward.
 
-    A model without blocks whole. function: what computes a block twice.
+    A model without blocks is computed again as a whole. function: torch's, or a plugin's, `checkpoint`.
     """
 
     def wrapped(module: nn.Module) -> nn.Module:
@@ -162,7 +160,7 @@ def replace(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
 
 
 def _named_blocks(model: nn.Module, asked: Sequence[str] | None) -> list[nn.Module]:
-    """Return the modules of the classes that were asked for; else of those that the model names."""
+    """Return the modules of the classes in the option, or else of the classes that the model names."""
     names = asked or list(getattr(model, "_no_split_modules", None) or ())
     known = {type(module).__name__ for module in model.modules()}
     if not names:

@@ -1,1 +1,1 @@
-"""Tensor parallelism: layers split over ranks."""
+"""Tensor parallelism: the extension that splits layers by plans, and FSDP 2 of split layers."""

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor._random as tracking
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import SequenceParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.utils._pytree import tree_map_only
 
 from accel_core import AccelError, MeshDim, hooks, implements
 from accel_fsdp.carriers import refused_carrier
-from accel_fsdp.sharding.agreement import refuse_whole_inputs
+from accel_fsdp.sharding.meta import send_weights
 from accel_fsdp.tensor.config import TorchTensorParallelPlugin
 from accel_fsdp.tensor.plans import plan_of
 
@@ -79,8 +79,6 @@ class TensorParallel:
         _agree(model, mesh.get_group())
         for planned in plan:
             parallelize_module(planned.module, mesh, planned.style, src_data_rank=None)
-            if isinstance(planned.style, SequenceParallel) and planned.style.use_local_output:
-                refuse_whole_inputs(self.run, "tp", planned.module, planned.name)
             if config.loss_parallel and planned.head:
                 planned.module.register_forward_pre_hook(self._require_context)
                 planned.module.register_forward_hook(self._whole_without_gradient)
@@ -190,9 +188,7 @@ def _draw_without_agreement(mesh: DeviceMesh) -> None:
         tracking._rng_tracker = tracking.OffsetBasedRNGTracker(mesh, run_state_sync=False)
 
 
-@torch.no_grad()
 def _agree(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Give all ranks what the first has, but for parts that they hold."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if not tensor.is_meta and not isinstance(tensor, DTensor):
-            dist.broadcast(tensor, group=group, group_src=0)
+    """Give all ranks the weights and buffers of the first rank, except the parts of split layers."""
+    tensors = (*model.parameters(), *model.buffers())
+    send_weights([each for each in tensors if not each.is_meta and not isinstance(each, DTensor)], [group])

@@ -1,6 +1,6 @@
 """Plans of tensor parallelism.
 
-Patterns of module names -> how those modules are split.
+Patterns of module names -> how the modules are split.
 
 A style is a word, a mapping `{style, input, output}` with layouts, or an object of
 torch.distributed.tensor.parallel. Everything is checked before anything is changed.

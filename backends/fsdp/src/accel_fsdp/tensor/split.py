@@ -42,7 +42,7 @@ class Split(Sharded):
         config, alone = self.config, self.mesh.size() == 1 and bool(self._replica_groups)
         if not alone or config.cpu_offload or type(config.reshards) is int:
             return True
-        # Gradients are whole, and of a whole window, when torch's hooks call those of parameters.
+        # Gradients are whole, and of a whole window, when torch calls hooks of parameters.
         hooked = any(p._post_accumulate_grad_hooks for p in (*model.parameters(), *self._before.values()))
         casts = config.mixed_precision_policy is not None or self.run.config.mixed_precision != "no"
         return hooked or casts
