@@ -10,7 +10,7 @@ from itertools import combinations
 from typing import Any, Final
 
 from attrs import field, frozen
-from stack_sizes import DIMS, brought_in, options
+from stack_sizes import DIMS, options
 
 __all__ = ["DEVICES", "EXTENSIONS", "PRECISIONS", "SEED", "STRATEGIES", "Stack", "draw", "seed", "unable"]
 

@@ -27,7 +27,8 @@ def declared(config: FullyShardedDataParallelPlugin, sizes: Mapping[str, int], w
     replicate, shard = sizes.get("dp_replicate"), sizes.get("dp_shard")
     is_open = -1 in [size for name, size in sizes.items() if name != "ep"]
     if config.strategy.startswith("HYBRID") and replicate is None and not is_open:
-        replicate, shard = -1, world.local_size if shard is None else shard
+        others = math.prod(size for name, size in sizes.items() if name not in ("dp_shard", "ep"))
+        replicate, shard = -1, max(1, world.local_size // others) if shard is None else shard
     elif shard is None:
         shard = 1 if is_open else -1
     found = [
