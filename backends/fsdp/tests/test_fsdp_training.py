@@ -651,3 +651,23 @@ def unfrozen_by_and_by(options: dict[str, Any] | None) -> dict[str, Tensor]:
 def test_parts_may_be_frozen_trained_again_and_given_a_group(version: int, run_processes) -> None:
     for found in run_processes(unfrozen_by_and_by, {"version": version}):
         assert distance(found, unfrozen_by_and_by(None)) < 1e-6
+
+
+def frozen_in_a_window() -> str:
+    run = accelerator(plugin("mlp", 1), gradient_accumulation_steps=2)
+    model = net("mlp")
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.randn(4, 6)
+    with run.accumulate(model):
+        run.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    model.requires_grad_(False)
+    with pytest.raises(AccelError) as caught:
+        model(x)
+    return str(caught.value)
+
+
+def test_version_1_refuses_to_drop_the_gradients_of_a_model_that_is_frozen_in_a_window(run_processes) -> None:
+    for said in run_processes(frozen_in_a_window, world=2):
+        assert said.startswith("a block was frozen while it has gradients of an open window")

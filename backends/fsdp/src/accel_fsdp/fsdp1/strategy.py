@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N81
 
 from accel_core import CheckpointError, ConfigError, before_step, hooks, implements
 from accel_fsdp.fsdp1.flat_vectors import is_elsewhere, modules_of, parameters_of, parts_of
-from accel_fsdp.fsdp1.wrapper import Wrapper, refuse_lost_gradients
+from accel_fsdp.fsdp1.wrapper import Wrapper, refuse_frozen, refuse_lost_gradients
 from accel_fsdp.sharding.base import (
     FullyShardedDataParallel,
     evaluate_outside_inference_mode,
@@ -145,8 +145,9 @@ class Flat(FullyShardedDataParallel):
         return optimizer
 
     def _before_forward(self, unit: ref[Unit], modules: Sequence[FSDP], *call: Any) -> None:
-        # Inside a window gradients are whole by intent.
-        if unit() not in self._accumulating:
+        if unit() in self._accumulating:
+            refuse_frozen(modules)
+        else:  # inside a window gradients are whole by intent
             refuse_lost_gradients(modules)
 
     def _before_step(self, unit: ref[Unit], modules: Sequence[FSDP], *call: Any) -> None:

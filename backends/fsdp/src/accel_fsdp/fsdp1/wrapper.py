@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N81
 from accel_core import AccelError
 from accel_fsdp.fsdp1.flat_vectors import name_parameters
 
-__all__ = ["Wrapper", "refuse_lost_gradients"]
+__all__ = ["Wrapper", "refuse_frozen", "refuse_lost_gradients"]
 
 
 class Wrapper(FSDP):
@@ -22,6 +22,23 @@ class Wrapper(FSDP):
             if module._handle is not None:
                 name_parameters(module._handle)
         super().zero_grad(set_to_none)
+
+
+def refuse_frozen(modules: Iterable[FSDP]) -> None:
+    """Refuse a forward that would drop gradients of an open window: of blocks that were frozen meanwhile.
+
+    torch takes the gradients of frozen parameters away at the end of the forward. A GAN that freezes its
+    discriminator for the generator's step does so in each micro-batch.
+    """
+    for module in modules:
+        flat: Any = module._handle and module._handle.flat_param
+        params = () if flat is None else flat._params
+        if any(p.grad is not None for p in params) and not any(p.requires_grad for p in params):
+            raise AccelError(
+                "a block was frozen while it has gradients of an open window, and fsdp_version 1 drops the"
+                " gradients of frozen parameters\n"
+                "freeze it when no window is open, or set fsdp.fsdp_version: 2"
+            )
 
 
 def refuse_lost_gradients(modules: Iterable[FSDP]) -> None:
