@@ -2,7 +2,7 @@
 
 Each has some of a layer's, and tokens travel to them.
 
-A layer's experts are one module that has their weights stacked, `(experts, ...)`, and is called in one of
+A layer's experts are one module that has their weights stacked, `(experts, ...)`, and is called in either of
 two ways: with rows grouped by expert and how many each expert gets (torchtitan's models), or with tokens,
 their experts and these experts' weights (transformers' models). Its own forward then runs as it is written,
 on the weights of this rank's experts and on all ranks' rows for them.

@@ -31,7 +31,7 @@ class Draws:
         """Micro-batch -> the state of the streams as its draws before the model begin."""
         self._called: State | None = None
         self._host: Tensor | None = None
-        """The host's stream apart, if the device has one of its own."""
+        """The host's stream apart, if the device has its own."""
         self._rest = ExitStack()
 
     def forget(self) -> None:

@@ -67,7 +67,7 @@ class Layout:
 
 
 def is_double(parameters: Iterable[nn.Parameter]) -> bool:
-    """Return True if one of the parameters is float64.
+    """Return True if any parameter is float64.
 
     Alike on all ranks that name the same parameters.
     """

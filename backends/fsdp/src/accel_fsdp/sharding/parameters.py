@@ -22,7 +22,7 @@ ADVICE = (
 def with_hooks(models: Sequence[nn.Module], *, after_accumulation: bool) -> Iterator[str]:
     """Reasons against parameters with hooks that a sharded parameter cannot call.
 
-    after_accumulation: `register_post_accumulate_grad_hook` is one of them.
+    after_accumulation: for example `register_post_accumulate_grad_hook`.
     """
     for model in models:
         for name, parameter in model.named_parameters():
