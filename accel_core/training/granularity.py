@@ -32,7 +32,7 @@ def optimizer_like(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimi
         optimizer: the optimizer whose class, defaults and other attributes the result has.
         groups: parameter groups of the result; hyperparameters that a group lacks are the defaults.
     """
-    if optimizer.state and not has_state(optimizer):  # Adagrad's constructor creates the state
+    if any(optimizer.state.values()) and not has_state(optimizer):  # Adagrad's constructor creates the state
         return type(optimizer)(groups, **optimizer.defaults)
     made = object.__new__(type(optimizer))
     vars(made).update(vars(optimizer))  # what the rule needs beside the groups
@@ -104,6 +104,9 @@ def _updates(optimizer: Optimizer, weights: Tensor, gradients: Tensor) -> Tensor
         for group, each in zip(optimizer.param_groups, own, strict=True)
     ]
     trial = optimizer_like(optimizer, groups)
+    usual = vars(Optimizer(parameters, {}))
+    extra = {name: value for name, value in vars(trial).items() if name not in usual}
+    vars(trial).update(copy.deepcopy(extra))  # such as a history of steps, which the trial would add to
     step = inspect.unwrap(type(optimizer).step)  # without hooks that are registered for all optimizers
     for of_step in gradients:
         for parameter, gradient in zip(parameters, of_step.flatten(0, 1), strict=True):

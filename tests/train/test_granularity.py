@@ -205,3 +205,22 @@ def test_an_optimizer_with_the_same_rule_steps_other_tensors(kind):
     assert all((each == 2).all() for each in optimizer.param_groups[0]["params"])
     optimizer.step()
     assert torch.equal(other[:3], optimizer.param_groups[0]["params"][0][0])
+
+
+class Counting(torch.optim.SGD):
+    """Keeps numbers and tensors of its own."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.history, self.count = [], torch.zeros(())
+
+    def step(self, closure=None):
+        self.history.append(1)
+        self.count += 1
+        return super().step(closure)
+
+
+def test_what_the_optimizer_keeps_stays_as_it_is():
+    optimizer = Counting([nn.Parameter(torch.ones(4))])
+    assert step_granularity(optimizer, torch.device("cpu")) == "element"
+    assert (optimizer.history, optimizer.count.item()) == ([], 0)

@@ -11,13 +11,15 @@ from cp_problem import LENGTH, SPLIT, Gpt, samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 from accel_context_parallel import ContextParallelPlugin
 from accel_context_parallel.attention import Rings, Sequences
-from accel_context_parallel.sequence import Part, causal_mask, documents_between, part, positions
+from accel_context_parallel.models import own_positions
+from accel_context_parallel.sequence import Part, causal_mask, documents_between, length_of, part, positions
 from accel_core import Accelerator, AccelError, TorchDynamoPlugin
 
 CPU = torch.device("cpu")
@@ -389,3 +391,30 @@ def test_what_would_train_something_else_is_an_error_on_every_rank(run_processes
         assert found.keys() == said.keys()
         for mistake, words in said.items():
             assert words in found[mistake], mistake
+
+
+class OwnPositions(nn.Module):
+    """Position embeddings as RoBERTa's (a padding index) or OPT's (an offset)."""
+
+    def __init__(self, offset: int | None = None) -> None:
+        super().__init__()
+        self.position_embeddings = nn.Embedding(8, 4, padding_idx=None if offset else 1)
+        if offset:
+            self.position_embeddings.offset = offset
+
+
+@pytest.mark.parametrize("offset", [None, 2])
+def test_a_model_that_makes_positions_from_padding_is_refused(offset):
+    (reason,) = own_positions(OwnPositions(offset))
+    assert "makes positions from the padding of whole rows (position_embeddings)" in reason
+
+
+def test_positions_that_count_from_0_are_served():
+    model = nn.ModuleDict({"position_embeddings": nn.Embedding(8, 4)})
+    assert [*own_positions(model)] == []
+
+
+def test_an_entry_without_a_sequence_is_named():
+    batch = {"input_ids": torch.zeros(2, 8), "labels": torch.zeros(2)}
+    with pytest.raises(AccelError, match="labels has the shape \\(2,\\), and cp.buffers says"):
+        length_of(batch, {"input_ids": 1, "labels": 1}, 2)

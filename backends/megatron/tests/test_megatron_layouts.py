@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from megatron_jobs import MODELS, accelerator, optimizer_of
 
-from accel_core import ConfigError, ParallelismConfig
+from accel_core import ConfigError
 
 
 def refused(kind: str, settings: dict[str, Any], options: dict[str, Any]) -> str:
@@ -80,7 +80,7 @@ def beside_context_parallelism(options: dict[str, Any]) -> str:
 
 @pytest.mark.needs("accel-context-parallel")
 @pytest.mark.parametrize(
-    "options", [{"parallelism_config": ParallelismConfig(cp=2)}, {"context_parallel_size": 2}], ids=str
+    "options", [{"parallelism_config": {"cp": 2}}, {"context_parallel_size": 2}], ids=str
 )
 def test_an_extension_that_divides_the_ranks_is_refused(options: dict[str, Any], run_processes) -> None:
     for said in run_processes(beside_context_parallelism, options):

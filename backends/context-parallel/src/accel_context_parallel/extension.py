@@ -17,6 +17,7 @@ from accel_context_parallel.models import (
     Argument,
     Asked,
     PositionArgument,
+    own_positions,
 )
 from accel_context_parallel.registered import attend_by_cp, pretrained, refused
 from accel_context_parallel.sequence import (
@@ -70,6 +71,8 @@ class ContextParallel:
         if self.ranks == 1:
             return ()
         reasons = [reason for model in models for each in pretrained(model) for reason in refused(each)]
+        if self.config.derive:
+            reasons += [reason for model in models for reason in own_positions(model)]
         device = self.run.device.type
         if self.config.rotate_method == "alltoall" and device not in RING_DEVICES:
             reasons.append(
@@ -119,7 +122,10 @@ class ContextParallel:
         length = length_of(named, dims, self.ranks)
         parts = self._parts_of(named, dims, length)
         for name, tensor in parts.items():
-            self._parts.add(tensor, length, named.get(name))
+            whole = named.get(name)
+            if name == "attention_mask" and whole is not None:
+                whole = whole.bool()  # some tokenizers' masks are float
+            self._parts.add(tensor, length, whole)
         return _with(batch, {**named, **parts})
 
     def _refuse_rows(self, batch: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,7 @@ from accel_core import AccelError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Argument", "Asked", "PositionArgument", "refuse_unshifted_labels", "tokens_in"]
+__all__ = ["Argument", "Asked", "PositionArgument", "own_positions", "refuse_unshifted_labels", "tokens_in"]
 
 _BY_NAME = sys.maxsize
 """Index of an argument that is never passed by position."""
@@ -66,6 +66,22 @@ class Argument:
         if self.index < len(args):
             return (*args[: self.index], value, *args[self.index + 1 :]), kwargs
         return args, {**kwargs, self.name: value}
+
+
+def own_positions(model: nn.Module) -> Iterator[str]:
+    """Yield a reason to refuse a model that does not count positions from 0.
+
+    RoBERTa and OPT compute them from the padding of the whole row, of which a rank has a part. Their position
+    embeddings have a padding index, or an offset.
+    """
+    for name, module in model.named_modules():
+        is_padded = name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None
+        if is_padded or (isinstance(module, torch.nn.Embedding) and hasattr(module, "offset")):
+            yield (
+                f"cp: {type(model).__name__} makes positions from the padding of whole rows ({name}), and"
+                " each rank has a part of a row\n"
+                "pass the positions yourself, in an entry position_ids of the batch, with cp.derive: false"
+            )
 
 
 def tokens_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

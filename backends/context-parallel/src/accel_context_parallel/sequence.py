@@ -72,6 +72,12 @@ def length_of(batch: Mapping[str, Any], dims: Mapping[str, int], ranks: int) -> 
     Raises:
         AccelError: the lengths differ, or ranks cannot share them evenly.
     """
+    for name, dim in dims.items():
+        if not -batch[name].dim() <= dim < batch[name].dim():
+            raise AccelError(
+                f"cp: {name} has the shape {tuple(batch[name].shape)}, and cp.buffers says that its sequence"
+                f" is dimension {dim}\nleave {name} out of cp.buffers, or correct the dimension"
+            )
     lengths = {name: batch[name].shape[dim] for name, dim in dims.items()}
     length = int(next(iter(lengths.values())))
     if set(lengths.values()) != {length} or length % (2 * ranks):

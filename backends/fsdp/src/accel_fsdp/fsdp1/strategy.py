@@ -145,9 +145,8 @@ class Flat(FullyShardedDataParallel):
         return optimizer
 
     def _before_forward(self, unit: ref[Unit], modules: Sequence[FSDP], *call: Any) -> None:
-        if unit() in self._accumulating:
-            refuse_frozen(modules)
-        else:  # inside a window gradients are whole by intent
+        refuse_frozen(modules)
+        if unit() not in self._accumulating:  # inside a window gradients are whole by intent
             refuse_lost_gradients(modules)
 
     def _before_step(self, unit: ref[Unit], modules: Sequence[FSDP], *call: Any) -> None:

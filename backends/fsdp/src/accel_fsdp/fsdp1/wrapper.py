@@ -25,19 +25,19 @@ class Wrapper(FSDP):
 
 
 def refuse_frozen(modules: Iterable[FSDP]) -> None:
-    """Refuse a forward that would drop gradients of an open window: of blocks that were frozen meanwhile.
+    """Refuse a forward that would drop gradients: of blocks that were frozen before their step.
 
     torch takes the gradients of frozen parameters away at the end of the forward. A GAN that freezes its
-    discriminator for the generator's step does so in each micro-batch.
+    discriminator for the generator's backward, and steps both afterwards, does so.
     """
     for module in modules:
         flat: Any = module._handle and module._handle.flat_param
         params = () if flat is None else flat._params
         if any(p.grad is not None for p in params) and not any(p.requires_grad for p in params):
             raise AccelError(
-                "a block was frozen while it has gradients of an open window, and fsdp_version 1 drops the"
-                " gradients of frozen parameters\n"
-                "freeze it when no window is open, or set fsdp.fsdp_version: 2"
+                "a block was frozen while it has gradients that no step has used, and fsdp_version 1 drops"
+                " the gradients of frozen parameters\n"
+                "freeze it after its step and zero_grad, or set fsdp.fsdp_version: 2"
             )
 
 
