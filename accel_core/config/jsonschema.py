@@ -24,8 +24,13 @@ def whole_schema(sections: Sections) -> dict[str, Any]:
 
 def _sizes(sections: Sections) -> dict[str, Any]:
     """Return dimension -> the schema of its size."""
-    owners = {name: records[0] for name, records in dimensions(sections.discovery).items()}
-    return {name: {"type": "integer", "description": about(name, it)} for name, it in owners.items()}
+    return {
+        name: {
+            "anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}],
+            "description": " ".join(f"{it.name}: {about(name, it)}" for it in records),
+        }
+        for name, records in dimensions(sections.discovery).items()
+    }
 
 
 def class_schema(cls: type) -> dict[str, Any]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Final
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, Final
 
 from accel_core.contract.arguments import did_you_mean, quoted
 from accel_core.errors import ConfigError
 from accel_core.plugins.catalog import catalog_entries, install_hint
-from accel_core.plugins.discovery import discover
+from accel_core.plugins.discovery import BLOCK_VARIABLE, discover
 
 if TYPE_CHECKING:
     from accel_core.plugins.discovery import Discovery, Record
@@ -38,7 +39,7 @@ class ParallelismConfig(Mapping[str, int]):
             name = word.removesuffix("_size")
             if problem := unknown_dimension(name, discover()) or wrong_size(size):
                 raise ConfigError(f"ParallelismConfig({word}={size!r}): {problem}\ncorrect this argument")
-            if self._sizes.setdefault(name, size) != size:
+            if self._sizes.setdefault(name, int(size)) != size:
                 raise ConfigError(f"ParallelismConfig({name}=..., {name}_size=...) differ\ngive one of them")
         if problem := two_open(self._sizes):
             raise ConfigError(f"ParallelismConfig: {problem}\ngive all sizes but one, or leave one out")
@@ -92,9 +93,13 @@ def unknown_dimension(name: str, discovery: Discovery) -> str:
     entry = next((entry for entry in catalog_entries() if name in entry.dimensions), None)
     if entry is not None:
         package = f"the {entry.slot} {entry.name} has it; {install_hint(entry.folder)}"
+        if entry.name in discovery.blocked:
+            package = f"the {entry.slot} {entry.name} has it, and {BLOCK_VARIABLE} blocks it"
         return f"no installed plugin has the dimension {name!r}\n{package}"
     has = f"the installed plugins have {', '.join(sorted(known))}" if known else "no installed plugin has any"
-    hint = nearest(name, discovery) or did_you_mean(name, known)
+    is_foreign = _GENERAL.intersection(re.findall(r"[a-z]+", name.lower()))  # else misspelt
+    hint = "" if is_foreign else did_you_mean(name, known)
+    hint = hint or nearest(name, discovery) or did_you_mean(name, known)
     return f"no plugin has the dimension {quoted(name)}{hint}\n{has}"
 
 
@@ -115,11 +120,14 @@ def nearest(key: str, discovery: Discovery) -> str:
     return f"; did you mean {' or '.join(meant)}?" if best else ""
 
 
-def wrong_size(size: object) -> str:
+def wrong_size(size: Any) -> str:
     """Return the error text for a size that no dimension can have; empty for other sizes."""
-    if isinstance(size, int) and not isinstance(size, bool) and (size >= 1 or size == -1):
+    is_whole = isinstance(size, Integral) and not isinstance(size, bool)
+    if is_whole and (int(size) >= 1 or int(size) == -1):
         return ""
-    return f"a size must be 1 or more, or -1 for the ranks that the others leave, got {quoted(size)}"
+    return (
+        f"a size is a whole number, 1 or more, or -1 for the ranks that the others leave, got {quoted(size)}"
+    )
 
 
 def two_open(sizes: Mapping[str, int]) -> str:

@@ -6,6 +6,7 @@ A plugin that is asked for by name is used, or an error is raised. `auto` gives 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 from attrs import evolve, frozen
@@ -129,7 +130,7 @@ def choose(resolved: Resolved, processes: int, discovery: Discovery) -> Stack:
         extensions=tuple(extensions),
         trackers=tuple(chooser.trackers(config.log_with)),
     )
-    _refuse_unmet_needs(stack)
+    _refuse_unmet_needs(stack, discovery)
     unused = tuple(_refuse_unused(resolved, stack, discovery))
     used = {*stack.strategies, *[chosen.name for chosen in stack.members()]}
     return evolve(stack, notes=(*unused, *unused_options(resolved, used)))
@@ -325,7 +326,7 @@ def _refuse_unused(resolved: Resolved, stack: Stack, discovery: Discovery) -> It
         raise ConfigError("\n".join(problems), problems=problems)
 
 
-def _refuse_unmet_needs(stack: Stack) -> None:
+def _refuse_unmet_needs(stack: Stack, discovery: Discovery) -> None:
     offers = stack.offers
     for member in stack.members():
         unmet = member.card.needs - offers
@@ -333,5 +334,12 @@ def _refuse_unmet_needs(stack: Stack) -> None:
             raise ConfigError(
                 f"{member.record.slot} {member.name} ({member.why}) needs {', '.join(sorted(unmet))},"
                 f" which the stack {stack} does not offer\n"
-                f"choose another {member.record.slot}, or another strategy or device"
+                f"choose another {member.record.slot}, or another strategy or device{_able(unmet, discovery)}"
             )
+
+
+def _able(words: AbstractSet[str], discovery: Discovery) -> str:
+    """Return a hint at the strategies that offer these words, to append to a remedy."""
+    usable = [it for it in discovery.of("strategy") if it.status == "available"]
+    names = [it.name for it in usable if it.card and words <= it.card.offers]
+    return f": set strategy: {' or '.join(names)}" if names else ""

@@ -83,7 +83,10 @@ def test_a_size_comes_from_file_variable_flag_or_python_the_last_of_them_wins(re
     ("yaml", "expected"),
     [
         ("parallelism: {tpp: 2}\n", "parallelism.tpp: no plugin has the dimension 'tpp'; did you mean 'tp'?"),
-        ("parallelism: {tp: 0}\n", "parallelism.tp: a size must be 1 or more, or -1 for the ranks"),
+        (
+            "parallelism: {tp: 0}\n",
+            "parallelism.tp: a size is a whole number, 1 or more, or -1 for the ranks",
+        ),
         ("parallelism: {tp: two}\n", "parallelism.tp: expected integer, got 'two'"),
         ("parallelism: {tp: -1, pp: -1}\n", "tp and pp are both -1; only one may take the rest"),
         ("parallelism: 4\n", "is a section: expected keys and values, got 4"),
@@ -188,5 +191,5 @@ def test_sizes_that_cannot_be_are_refused_at_once(arguments, expected):
 
 def test_the_schema_has_each_dimension(installed):
     section = whole_schema(Sections(installed))["properties"]["parallelism"]
-    assert section["properties"]["tp"]["description"] == "Tensor parallelism: ranks per layer."
+    assert section["properties"]["tp"]["description"] == "layers: Tensor parallelism: ranks per layer."
     assert section["additionalProperties"] is False

@@ -363,3 +363,10 @@ def test_a_config_object_of_a_strategy_wins_over_the_strategy_of_a_file_and_not_
         ConfigError, match="given the config of rare, but strategy is 'usual' .flag --strategy"
     ):
         choose(load(flags=[("strategy", "usual")], **given), 2, discovery)
+
+
+def test_an_extension_that_the_strategy_cannot_carry_names_the_strategies_that_can():
+    needy = record("needy", "extension", needs={"dtensors"})
+    plain, able = record("plain", "strategy"), record("able", "strategy", offers={"dtensors"})
+    with pytest.raises(ConfigError, match="needs dtensors(.|\n)*set strategy: able"):
+        stack_of(native_and(needy, plain, able), strategy="plain", extensions=("needy",))
