@@ -32,7 +32,7 @@ def _lines(run: Run, scheduler_steps: int) -> Iterator[str]:
     for note in run.environment_notes:
         yield f"  environment {note}"
     if run.mesh is not None:
-        yield from _mesh(run.mesh)
+        yield from drawn(run.mesh)
     yield f"  data: reader {run.topology.reader} of {run.topology.readers}"
     for unit in run.units:
         yield from _unit(run, unit, scheduler_steps)
@@ -40,7 +40,7 @@ def _lines(run: Run, scheduler_steps: int) -> Iterator[str]:
         yield from _loader(run, number, loader, scheduler_steps)
 
 
-def _mesh(mesh: Mesh) -> Iterator[str]:
+def drawn(mesh: Mesh) -> Iterator[str]:
     """Draw the mesh: its factors, and this rank's group along each dimension."""
     yield "  mesh: " + " × ".join(f"{dim.name} {mesh.total(dim.name)}" for dim in mesh.dims if not dim.within)
     for dim in mesh.dims:

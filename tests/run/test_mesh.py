@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_core import ConfigError, Mesh, MeshDim, World, arrange
+from accel_core.runtime.explain import drawn
 
 NAMES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 
@@ -91,6 +92,16 @@ def test_a_dimension_within_another_is_no_factor_of_the_world():
         [5, 13],
         [4, 5],
     )
+
+
+def test_it_is_drawn_with_the_ranks_of_each_group():
+    dims = [MeshDim("dp_shard", -1), MeshDim("ep", 2, within="dp_shard"), MeshDim("tp", 2)]
+    assert [*drawn(Mesh(arrange(dims, 8), 5, None))] == [
+        "  mesh: dp_shard 4 × tp 2",
+        "    dp_shard 2: ranks 1 5",
+        "    ep 2: ranks 5 7, within dp_shard",
+        "    tp 2: ranks 4 5",
+    ]
 
 
 def test_a_dimension_within_the_rest_divides_the_rest():
