@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from attrs import frozen
 
 from accel_core.errors import CheckpointError
-from accel_core.storage.commit import read_manifest
+from accel_core.storage.commit import commits, read_manifest
 from accel_core.storage.files import DataFile, Meter, damaged, listed, malformed_as_damaged
 
 if TYPE_CHECKING:
@@ -186,6 +186,11 @@ def open_checkpoint(place: Storage) -> Iterator[Opened]:
         while True:
             manifest = read_manifest(place)
             home = stack.enter_context(reading(place, manifest.save_id))
+            if manifest.number not in commits(place):
+                # Replaced before the claim, which a saver that removes manifests, then looks for claims, may
+                # not have seen.
+                stack.close()
+                continue
             try:
                 found = Opened.of(place, manifest, home.local_cache(token_hex(8)))
                 break

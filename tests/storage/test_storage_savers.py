@@ -9,12 +9,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from engine import save_beside_others
+from engine import load, save, save_beside_others
 from saver_job import Saver
 
 from accel_core import Checkpoint, Disk, open_checkpoint
 from accel_core.errors import CheckpointError
-from accel_core.storage import commit, pending
+from accel_core.storage import commit, opened, pending
 from accel_testing.patience import patience
 
 
@@ -178,3 +178,25 @@ def test_what_no_save_wrote_stays_when_a_checkpoint_is_replaced(saver, tmp_path)
     assert (here / "tokenizer.json").read_text() == "words"
     assert (here / "events.log").read_text() == "written on"
     assert names(tmp_path) == ["here"]
+
+
+def test_a_reader_that_claims_after_its_checkpoint_was_replaced_reads_the_new_one(tmp_path, monkeypatch):
+    """A saver removes manifests, looks for claims, then removes files that nobody claimed."""
+    place, claimed, of = Disk(tmp_path / "here"), opened.reading, opened.Opened.of
+    save(place, 1)
+
+    def late(*arguments):
+        monkeypatch.setattr(opened, "reading", claimed)
+        monkeypatch.setattr(commit, "_remove_unnamed", lambda place: None)
+        save(place, 2)
+        return claimed(*arguments)
+
+    def lost(place, manifest, home, *texts):
+        found = of(place, manifest, home, *texts)
+        if manifest.number == 1:
+            home.remove([*home.list()])
+        return found
+
+    monkeypatch.setattr(opened, "reading", late)
+    monkeypatch.setattr(opened.Opened, "of", lost)
+    assert load(place)[1] == 2
