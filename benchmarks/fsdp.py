@@ -256,11 +256,10 @@ def wrapping(name: str, mesh: list[int]) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from accel_core import Accelerator
-    from accel_fsdp import FullyShardedDataParallelPlugin
+    from accel_core import Accelerator, ParallelismConfig
 
-    sizes = {} if len(mesh) == 1 else {"dp_replicate_size": mesh[0], "dp_shard_size": mesh[1]}
-    accelerator = Accelerator(cpu=True, plugins=[FullyShardedDataParallelPlugin(**sizes)])
+    sizes = {} if len(mesh) == 1 else {"dp_replicate": mesh[0], "dp_shard": mesh[1]}
+    accelerator = Accelerator(cpu=True, strategy="fsdp", parallelism_config=ParallelismConfig(**sizes))
     names = ("replicate", "shard")[-len(mesh) :]
     device_mesh = init_device_mesh("cpu", tuple(mesh), mesh_dim_names=names)
 

@@ -91,9 +91,8 @@ def parts_of_kit(report: Mapping[str, Any]) -> set[str]:
 def _sizes(report: Mapping[str, Any]) -> Iterator[str]:
     """Yield the dimensions that settings make larger than 1."""
     for path, value in report["settings"].items():
-        section, _, option = path.rpartition(".")
-        dim = section if option == "size" else re.sub(r"_(size|degree)$", "", option)
-        if dim in SIZES and value != "1":
+        section, _, dim = path.rpartition(".")
+        if section == "parallelism" and dim in SIZES and value != "1":
             yield dim
 
 

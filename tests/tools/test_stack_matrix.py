@@ -41,13 +41,13 @@ def written(folder: Path, report: dict[str, Any], row: str = "") -> list[Path]:
 
 
 def test_a_stack_of_the_kit_has_its_version_its_sizes_and_the_precisions_that_it_trained_in(tool) -> None:
-    found = tool.parts_of_kit(of_kit(fsdp__fsdp_version="1", tensor_parallel__tp_size="2", fsdp__pp_size="1"))
+    found = tool.parts_of_kit(of_kit(fsdp__fsdp_version="1", parallelism__tp="2", parallelism__pp="1"))
 
     assert found == {"fsdp 1", "tp", "cpu", "fp32", "bf16"}
 
 
 def test_in_one_process_no_size_is_tried(tool) -> None:
-    assert tool.parts_of_kit(of_kit(world=1, fsdp__pp_size="-1")) == {"fsdp 2", "cpu", "fp32", "bf16"}
+    assert tool.parts_of_kit(of_kit(world=1, parallelism__pp="-1")) == {"fsdp 2", "cpu", "fp32", "bf16"}
 
 
 def test_a_stack_that_failed_does_not_train(tool) -> None:

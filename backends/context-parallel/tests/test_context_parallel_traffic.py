@@ -35,7 +35,7 @@ def test_a_causal_mask_is_made_once_for_all_layers_and_batches_of_a_length(run_p
 @pytest.mark.needs("accel-fsdp")
 def test_ranks_agree_on_nothing_in_a_micro_batch_and_read_no_number(run_processes):
     """Beside split layers too: whether a model attends is each rank's own to say."""
-    environment = {"ACCEL__FSDP__DP_SHARD_SIZE": "1", **SPLIT}
+    environment = {"ACCEL__PARALLELISM__DP_SHARD": "1", **SPLIT}
     for sent, reads in run_processes(cp_traffic.in_a_microbatch, world=4, environment=environment):
         assert len([kind for kind, _ in sent if kind == "all_gather"]) >= 4
         assert ("all_reduce", 4) not in sent, "a flag"

@@ -10,8 +10,8 @@ from accel_testing import decoder
 
 COPIES = {
     "ACCEL__FSDP__FSDP_VERSION": "1",
-    "ACCEL__FSDP__DP_REPLICATE_SIZE": "2",
-    "ACCEL__FSDP__DP_SHARD_SIZE": "1",
+    "ACCEL__PARALLELISM__DP_REPLICATE": "2",
+    "ACCEL__PARALLELISM__DP_SHARD": "1",
 }
 LAYERS = {
     "ACCEL__PARALLELISM__DP_SHARD": "1",

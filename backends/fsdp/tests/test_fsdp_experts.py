@@ -199,7 +199,7 @@ def test_a_size_of_experts_that_was_meant_as_a_factor_is_refused_with_the_new_si
     with pytest.raises(ConfigError) as caught:
         arrange(dims, world)
     said, remedy = str(caught.value).splitlines()
-    assert f"world {world}: ep {sizes['ep']} is no factor, it divides dp_shard" in said
+    assert f"world {world}: ep {sizes['ep']} is not a factor, it divides dp_shard" in said
     assert remedy == f"set dp_shard: {world}, ep: {sizes['ep']}"
 
 

@@ -32,7 +32,7 @@ ALL = "0,1,2,3,4"
         ),
         pytest.param(
             "fsdp+tensor-parallel+cp",
-            (SPLIT[1], "tensor_parallel.tp_size=2", "cp.size=2", "fsdp.dp_shard_size=1"),
+            (SPLIT[1], "parallelism.tp=2", "parallelism.cp=2", "parallelism.dp_shard=1"),
             "2,3",
             "4",
             marks=pytest.mark.needs("accel-context-parallel"),

@@ -10,6 +10,7 @@ import traffic_problem
 from fsdp_problem import GPT, accelerator, plugin
 from torch import nn
 
+from accel_core import ParallelismConfig
 from accel_fsdp.sharding import meta
 from accel_testing import Traffic
 
@@ -41,7 +42,7 @@ def test_a_window_of_three_with_clipping_sends_what_a_loop_by_hand_sends(world, 
 
 def sent_by_prepare(version: int, options: dict[str, Any], blocks: int) -> list[int]:
     """Bytes of each broadcast while a model of some blocks is prepared."""
-    run = accelerator(plugin("gpt", version, **options))
+    run = accelerator(plugin("gpt", version), ParallelismConfig(**options))
     model = GPT(blocks=blocks)
     with Traffic() as found:
         run.prepare(model)
@@ -54,8 +55,8 @@ def sent_by_prepare(version: int, options: dict[str, Any], blocks: int) -> list[
     ("world", "options", "dimensions"),
     [
         (2, {}, 1),
-        (2, {"dp_replicate_size": 2, "dp_shard_size": 1}, 1),
-        pytest.param(4, {"dp_replicate_size": 2, "dp_shard_size": 2}, 2, marks=pytest.mark.full),
+        (2, {"dp_replicate": 2, "dp_shard": 1}, 1),
+        pytest.param(4, {"dp_replicate": 2, "dp_shard": 2}, 2, marks=pytest.mark.full),
     ],
     ids=["sharded", "2 x 1", "2 x 2"],
 )
