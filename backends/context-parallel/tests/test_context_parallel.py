@@ -20,7 +20,7 @@ from accel_context_parallel import ContextParallelPlugin
 from accel_context_parallel.attention import Rings, Sequences
 from accel_context_parallel.models import own_positions
 from accel_context_parallel.sequence import Part, causal_mask, documents_between, length_of, part, positions
-from accel_core import Accelerator, AccelError, TorchDynamoPlugin
+from accel_core import Accelerator, AccelError, ParallelismConfig, TorchDynamoPlugin
 
 CPU = torch.device("cpu")
 
@@ -261,8 +261,8 @@ def test_torchs_rings_leave_the_function_of_torch_alone(run_processes):
 
 
 def with_alltoall():
-    plugin = ContextParallelPlugin(rotate_method="alltoall")
-    accelerator = Accelerator(cpu=True, strategy="ddp", plugins=[plugin])
+    plugins = [ContextParallelPlugin(rotate_method="alltoall"), ParallelismConfig(cp=2)]
+    accelerator = Accelerator(cpu=True, strategy="ddp", plugins=plugins)
     return cp_problem.complaint(accelerator.prepare, Gpt())
 
 
