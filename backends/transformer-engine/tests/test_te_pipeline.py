@@ -50,7 +50,8 @@ def goes_on(stages: int, source: Path | None, target: Path | None, steps: list[i
     plugins = [TIMEOUT, config]
     if stages > 1:
         plugins.append(ParallelismConfig(pp=stages))
-    run = Accelerator(device="cpu", mixed_precision="fp8-te", plugins=plugins)
+    strategy = "fsdp" if stages > 1 else None
+    run = Accelerator(device="cpu", strategy=strategy, mixed_precision="fp8-te", plugins=plugins)
     net = Deep()
     net, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     if source is not None:
