@@ -158,9 +158,12 @@ class Accelerator(Ranks, Training, States):
     @cached_property
     def parallelism_config(self) -> ParallelismConfig:
         """The number of ranks along each dimension, with -1 replaced by the ranks that were left."""
-        mesh = self.run.mesh
-        names = dimensions(discover()).keys() & set(mesh.names() if mesh else ())
-        return ParallelismConfig(**{name: mesh.total(name) for name in sorted(names) if mesh})
+        mesh, sizes = self.run.mesh, self.run.config.parallelism
+        if mesh is None:
+            return ParallelismConfig(**dict.fromkeys(sizes, 1))
+        names = dimensions(discover()).keys() & set(mesh.names())
+        # A strategy may divide ranks along a dimension that its mesh does not have.
+        return ParallelismConfig(**{**sizes, **{name: mesh.total(name) for name in sorted(names)}})
 
     @property
     def gradient_accumulation_steps(self) -> int:

@@ -101,7 +101,8 @@ def _show_all(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
         rows = [(f"--{name}.{it.name} {_value(it)}", it.sentence) for it in options]
         if name == SECTION:
             rows = [
-                (f"--{name}.{each} INT", about(each, them[0])) for each, them in dimensions(found).items()
+                (f"--{name}.{each} INT", " ".join(f"{it.name}: {about(each, it)}" for it in records))
+                for each, records in dimensions(found).items()
             ]
         with formatter.section(f"{name}: {summary.rstrip('.')}"):
             formatter.write_dl(rows or [("none", "")])

@@ -26,7 +26,14 @@ from torch.distributed.fsdp import (
 )
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_core import Accelerator, AccelError, ConfigError, DataLoaderConfiguration, LocalSGD
+from accel_core import (
+    Accelerator,
+    AccelError,
+    ConfigError,
+    DataLoaderConfiguration,
+    LocalSGD,
+    ParallelismConfig,
+)
 from accel_fsdp import FullyShardedDataParallelPlugin
 from accel_fsdp.checks import STRATEGIES, refused_sizes
 from accel_fsdp.sharding.fsdp2 import Sharded
@@ -383,3 +390,14 @@ def test_options_that_do_nothing_for_a_model_are_told(version: int, run_processe
     assert first[0] == f"fsdp.param_init_fn does nothing: {outside}"
     assert first[1].startswith("fsdp.forward_prefetch does nothing: it is sharded with 0 block(s)")
     assert second == [f"fsdp.cpu_ram_efficient_loading does nothing: {outside}"]
+
+
+def real_sizes() -> tuple[int, int, int]:
+    run = accelerator(FullyShardedDataParallelPlugin(), ParallelismConfig(ep=2, dp_shard=-1))
+    sizes = run.parallelism_config
+    run.end_training()
+    return sizes.dp_shard_size, sizes.ep_size, sizes.tp_size
+
+
+def test_an_accelerator_tells_the_sizes_on_the_ranks_that_there_are(run_processes) -> None:
+    assert run_processes(real_sizes, world=2) == [(2, 2, 1)] * 2
