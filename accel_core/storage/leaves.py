@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import product
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
@@ -67,16 +68,66 @@ def leaf_of(tensor: Tensor, *, kind: Kind = "like_param", layout: str | None = N
     dtensor: Any = tensor.detach()
     local = dtensor.to_local()
     mesh = dtensor.device_mesh
-    held = dtensor.__create_chunk_list__() if mesh.get_coordinate() is not None else ()
+    coordinate = mesh.get_coordinate()
+    held = () if coordinate is None else _shards(dtensor, local, coordinate)
     return Leaf(
         kind=kind,
         global_shape=tuple(dtensor.shape),
-        shards=tuple((tuple(chunk.offsets), local) for chunk in held),
+        shards=tuple(held),
         # A mesh smaller than the world: ranks along other mesh dims may hold the same shard.
         replicated=any(placement.is_replicate() for placement in dtensor.placements)
         or mesh.size() < get_world_size(),
         layout=layout,
     )
+
+
+def _shards(
+    dtensor: Any, local: Tensor, coordinate: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """Yield (offset, tensor) of each box of a DTensor's local tensor.
+
+    Torch describes one box only. Packed projections (gate and up in one weight) are split by a placement that
+    deals out parts in turns, so that a rank holds a part of each.
+    """
+    if not any(hasattr(placement, "split_factor") for placement in dtensor.placements):
+        yield from ((tuple(chunk.offsets), local) for chunk in dtensor.__create_chunk_list__())
+        return
+    runs = []
+    for dim, size in enumerate(dtensor.shape):
+        kept = [(0, size)]
+        for placement, at, ranks in zip(
+            dtensor.placements, coordinate, dtensor.device_mesh.shape, strict=True
+        ):
+            if getattr(placement, "dim", None) == dim:
+                kept = _dealt(kept, at, ranks, getattr(placement, "split_factor", 1))
+        runs.append(kept)
+    for box in product(*runs):
+        part, offset = local, []
+        for dim, (start, length) in enumerate(box):
+            before = sum(length for begin, length in runs[dim] if begin < start)
+            part = part.narrow(dim, before, length)
+            offset.append(start)
+        yield tuple(offset), part
+
+
+def _dealt(runs: Sequence[tuple[int, int]], at: int, ranks: int, turns: int) -> list[tuple[int, int]]:
+    """Return the (start, length) that one of the ranks gets if the runs are cut as by `torch.chunk`.
+
+    The pieces are dealt out to the ranks in turns.
+    """
+    piece = -(-sum(length for _, length in runs) // (ranks * turns))
+    kept: list[tuple[int, int]] = []
+    for turn in range(turns):
+        first, position = (turn * ranks + at) * piece, 0
+        for start, length in runs:
+            begin = start + max(first - position, 0)
+            end = start + min(first + piece - position, length)
+            position += length
+            if begin < end and kept and sum(kept[-1]) == begin:
+                kept[-1] = (kept[-1][0], end - kept[-1][0])
+            elif begin < end:
+                kept.append((begin, end - begin))
+    return kept or [(0, 0)]
 
 
 def flat_range(
