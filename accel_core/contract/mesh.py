@@ -173,11 +173,15 @@ class Mesh:
         """Return the size of a dimension as it is configured: with the dimensions that lie within it."""
         return self.size(name, *(dim.name for dim in self.dims if dim.within == name))
 
-    def group(self, name: str) -> range:
-        """Return the ranks that differ from this rank along a dimension only, and this rank."""
-        stride = math.prod(dim.size for dim in self.dims[self.names().index(name) + 1 :])
-        first = self.rank - self.index(name) * stride
-        return range(first, first + self.size(name) * stride, stride)
+    def group(self, *names: str) -> Sequence[int]:
+        """Return this rank and the ranks that differ from it along these dimensions only."""
+        ranks, stride = [self.rank], 1
+        for dim in reversed(self.dims):
+            if dim.name in names:
+                first = self.index(dim.name) * stride
+                ranks = [rank - first + at * stride for at in range(dim.size) for rank in ranks]
+            stride *= dim.size
+        return ranks
 
     def index(self, *names: str) -> int:
         """Return this rank's number along these dimensions, the outermost slowest."""

@@ -97,6 +97,7 @@ class UnitGroup:
                 f"strategy {unit.strategy!r} takes one optimizer per unit, and {unit.name!r} has"
                 f" {count}\ngive one optimizer several parameter groups"
             )
+        reasons += _refuse_sharded(unit, self.models)
         reasons += unit.hooks.refuse_unit(unit, self.models, self.optimizers)
         if reasons:
             raise ConfigError("\n".join(reasons), problems=reasons)
@@ -302,6 +303,23 @@ def _schedules(
             )
         schedules.append((scheduler, optimizer))
     return schedules
+
+
+def _refuse_sharded(unit: Unit, models: Iterable[nn.Module]) -> list[str]:
+    """Return a reason for each model with parameters in parts if the unit's strategy wraps whole ones."""
+    is_wrapped = unit.hooks.step("wrap_model") or unit.hooks.step("prepare_unit")
+    reasons = []
+    for model in () if "dtensors" in unit.offers or not is_wrapped else models:
+        name = next((name for name, each in model.named_parameters() if hasattr(each, "device_mesh")), None)
+        if name is not None:
+            from accel_core.plugins.discovery import suggest_strategy  # late: an error needs it
+
+            reasons.append(
+                f"prepare: {name} of the {type(model).__name__} is a DTensor, which the program has sharded"
+                f" or split, and strategy {unit.strategy!r} trains whole parameters\n{suggest_strategy('dtensors')}, or"
+                " load the model whole"
+            )
+    return reasons
 
 
 def _refuse_float64(unit: Unit, models: Iterable[nn.Module]) -> list[str]:

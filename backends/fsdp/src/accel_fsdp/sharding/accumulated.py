@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["clear", "clear_with", "parameters_of", "sharded_parameters"]
+__all__ = ["clear", "clear_with", "param_groups", "parameters_of", "sharded_parameters"]
 
 
 def clear(models: Iterable[nn.Module], parameters: Iterable[Tensor]) -> None:
@@ -47,17 +47,17 @@ def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
 
 def sharded_parameters(model: nn.Module) -> Iterator[Any]:
     """Yield torch's objects for the model's sharded parameters."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            yield from parameters_of(module)
+    for group in param_groups(model.modules()):
+        yield from group.fsdp_params
 
 
 def parameters_of(module: FSDPModule) -> Iterator[Any]:
     """Yield torch's objects for the parameters that are sharded with this module."""
-    state: Any = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        groups = state._fsdp_param_groups
-    else:  # torch up to 2.10 has one at most
-        groups = filter(None, [getattr(state, "_fsdp_param_group", None)])
-    for group in groups:
+    for group in param_groups([module]):
         yield from group.fsdp_params
+
+
+def param_groups(modules: Iterable[object]) -> list[Any]:
+    """Return torch's groups of parameters that are gathered together; modules may share one."""
+    states: list[Any] = [module._get_fsdp_state() for module in modules if isinstance(module, FSDPModule)]
+    return [group for state in dict.fromkeys(states) for group in state._fsdp_param_groups]

@@ -53,7 +53,8 @@ def compare_gradients(unit: Unit, optimizer: Optimizer) -> None:
         steps_left -= 1
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         for name in names:
-            _compare(unit, name, [parameter for parameter in trained if not _is_split(parameter, name)])
+            along = {*unit.mesh.group(name)} if unit.mesh is not None else set()
+            _compare(unit, name, [parameter for parameter in trained if not _is_split(parameter, along)])
 
     if names:
         before_update(optimizer, compare)
@@ -79,8 +80,11 @@ def before_update(optimizer: Optimizer, check: Callable[[Optimizer], None]) -> N
     before_step(optimizer, hook)
 
 
-def _is_split(parameter: Tensor, name: str) -> bool:
-    return isinstance(parameter, DTensor) and name in (parameter.device_mesh.mesh_dim_names or ())
+def _is_split(parameter: Tensor, along: set[int]) -> bool:
+    # By ranks: a model that was sharded before may call the dimension otherwise, such as `ep`.
+    return (
+        isinstance(parameter, DTensor) and len(along & {*parameter.device_mesh.mesh.flatten().tolist()}) > 1
+    )
 
 
 def _compare(unit: Unit, name: str, parameters: Sequence[Tensor]) -> None:

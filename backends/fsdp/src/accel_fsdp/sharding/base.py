@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
 from accel_core import hooks, implements, join_process_group, leave_process_group
@@ -23,6 +22,7 @@ from accel_fsdp.checks import refused_sizes
 from accel_fsdp.classes import has_become
 from accel_fsdp.config import FullyShardedDataParallelPlugin
 from accel_fsdp.sharding import dims, meta
+from accel_fsdp.sharding.adopted import is_adopted, refused_layout, refused_parts, was_made
 from accel_fsdp.sharding.optimizers import refused
 from accel_fsdp.sharding.own_plan import refuse_members_alone
 from accel_fsdp.sharding.parameters import with_hooks
@@ -94,6 +94,7 @@ class FullyShardedDataParallel:
             *refused_carrier(self.run, "fsdp"),
             *(reason for model in models if (reason := _trains_whole(model, whole))),
             *(reason for model in models if (reason := _sharded_before(model))),
+            *(reason for model in models for reason in self._refuse_layout(unit, model)),
             *_sharing([*unit.models, *models]),
             *with_hooks(models, after_accumulation=self.config.fsdp_version == 1),
             *(
@@ -111,6 +112,13 @@ class FullyShardedDataParallel:
                 stages=self.run.config.parallelism.get("pp", 1) != 1,
             ),
         ]
+
+    def _refuse_layout(self, unit: Unit, model: nn.Module) -> Iterator[str]:
+        """Yield the reasons why the run cannot train a model that the program has split or sharded."""
+        if is_adopted(model):
+            yield from refused_layout(model, self.config, self.run)
+        elif not was_made(model):
+            yield from refused_parts(model, unit.mesh)
 
     @implements(hooks.model_init_context)
     def model_init_context(self, unit_name: str | None) -> AbstractContextManager[Any] | None:
@@ -149,6 +157,10 @@ class FullyShardedDataParallel:
     @implements(hooks.describe)
     def describe(self, unit: Unit) -> Sequence[str]:
         return self._described.get(unit, ())
+
+    def add_line(self, unit: Unit, line: str) -> None:
+        """Add a line to `explain()`."""
+        self._described.setdefault(unit, []).append(line)
 
     def note_groups(self, unit: Unit, model: nn.Module, found: Sequence[Group]) -> None:
         """Keep lines about the groups, before they are sharded; warn of one that nobody asked for."""
@@ -197,10 +209,8 @@ def _trains_whole(model: nn.Module, whole: set[nn.Parameter]) -> str | None:
 
 
 def _sharded_before(model: nn.Module) -> str | None:
-    sharded = any(
-        isinstance(module, FSDPModule) or hasattr(module, "_is_fsdp_managed_module")
-        for module in model.modules()
-    )
+    by_torch = any(hasattr(module, "_is_fsdp_managed_module") for module in model.modules())
+    sharded = was_made(model) or (by_torch and not is_adopted(model))  # version 1 can only be wrapped anew
     if not (sharded or has_become(model)):
         return None
     done = "sharded" if sharded else "cut into stages"

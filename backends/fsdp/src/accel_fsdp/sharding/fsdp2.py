@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import nn
@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 from accel_core import AccelError, ConfigError, before_step, hooks, implements
 from accel_fsdp.classes import absent
 from accel_fsdp.experts.stacks import Spread, split, spread
-from accel_fsdp.sharding.accumulated import clear, clear_with, sharded_parameters
+from accel_fsdp.sharding.accumulated import clear, clear_with, param_groups, sharded_parameters
+from accel_fsdp.sharding.adopted import described_as_adopted, is_adopted, note_made, tell_ignored, unmanaged
 from accel_fsdp.sharding.agreement import compare_gradients
 from accel_fsdp.sharding.base import (
     FullyShardedDataParallel,
@@ -31,10 +32,12 @@ from accel_fsdp.sharding.base import (
 from accel_fsdp.sharding.dims import sharding, stages
 from accel_fsdp.sharding.gathering import whole, whole_by_block
 from accel_fsdp.sharding.kinds import step_by_kind
+from accel_fsdp.sharding.meta import move, send_weights
 from accel_fsdp.sharding.norms import Layout, clip_norm, clip_value
 from accel_fsdp.sharding.parameters import replace_parameter
 from accel_fsdp.sharding.plain_state import part_of, take_plain_state, take_plain_weights
 from accel_fsdp.sharding.precision import mixed_precision
+from accel_fsdp.sharding.replicas import Replicas, local_of, send_replicas
 from accel_fsdp.sharding.unused import HAS_ZEROS, Use, check_use
 from accel_fsdp.sharding.wrapping import groups, ignored
 
@@ -63,6 +66,9 @@ class Sharded(FullyShardedDataParallel):
         self._layouts: WeakKeyDictionary[Unit, Layout] = WeakKeyDictionary()
         self._mixed: WeakSet[Unit] = WeakSet()
         """Units that have plain parameters beside sharded ones."""
+        self._replicas: WeakKeyDictionary[Unit, list[Replicas]] = WeakKeyDictionary()
+        self._reducing_in_other_dtypes: WeakSet[Unit] = WeakSet()
+        """Units that gather weights in one dtype, and reduce gradients in another."""
         self._accumulating: WeakSet[Unit] = WeakSet()
         """Units that may have gradients that are not reduced yet."""
         self._uses: WeakKeyDictionary[Unit, Use] = WeakKeyDictionary()
@@ -81,6 +87,8 @@ class Sharded(FullyShardedDataParallel):
     def wrap_model(self, unit: Unit, model: nn.Module) -> nn.Module:
         """Shard the model by version 2. Collective."""
         self.find_ranks(unit)
+        if is_adopted(model):
+            return self._adopt(unit, model)
         arguments: dict[str, Any] = {
             "reshard_after_forward": self._reshards(unit),
             "mp_policy": mixed_precision(self.config, self.run),
@@ -107,18 +115,49 @@ class Sharded(FullyShardedDataParallel):
                     replace_parameter(before[place], new)
         if self.config.forward_prefetch:
             _prefetch_in_order(model, made[:-1])
+        self._finish(unit, model, made)
+        if made:
+            self.guard_members(model, model, made[:-1])
+        return model
+
+    def _adopt(self, unit: Unit, model: nn.Module) -> nn.Module:
+        """Take over a model that the program has sharded. Collective."""
+        tell_ignored(model, self.config)
+        self.add_line(unit, described_as_adopted(model))
+        made, apart = _sharded(model), unmanaged(model)
+        _reshard(made)  # a loader may have left weights gathered
+        groups = [self.mesh.get_group(dim) for dim in range(self.mesh.ndim)]
+        for tensor in (*apart, *model.buffers()):
+            move(tensor, self.run.device)
+        if self.config.syncs:
+            send_weights([local_of(parameter) for parameter in apart], groups)
+            send_weights([*model.buffers()], [*groups, *self._replica_groups])
+            send_replicas(model)
+        if apart:
+            self._mixed.add(unit)
+        if apart and self.mesh.size() > 1:
+            zeros = partial(_gives_zeros, self._uses, ref(unit))
+            self._replicas.setdefault(unit, []).append(Replicas(apart, self.mesh, zeros))
+        self._finish(unit, model, made)
+        return model
+
+    def _finish(self, unit: Unit, model: nn.Module, made: Sequence[Any]) -> None:
+        """Add what is ours to a model whose parts `made` are sharded."""
+        note_made(made)
+        policies = [group.mp_policy for group in param_groups(made)]
+        if any(policy.reduce_dtype not in (None, policy.param_dtype) for policy in policies):
+            self._reducing_in_other_dtypes.add(unit)
         if self.config.state_dict_type == "FULL_STATE_DICT":
             _give_whole_state_dicts(model)
-        for module in made if self._takes_zeros() else ():
+        for module in made if self._takes_zeros(unit) else ():
             module.set_reduce_scatter_unused_params(True, recurse=False)
         if made:
             take_plain_weights(model)
             clear_with(model)
-            evaluate_outside_inference_mode(model)
-            model.register_forward_hook(refuse_second_order)
-            reshard_after_evaluation(model, partial(_reshard, made))
-            self.guard_members(model, model, made[:-1])
-        return model
+        for root in _outermost(model):
+            evaluate_outside_inference_mode(root)
+            root.register_forward_hook(refuse_second_order)
+            reshard_after_evaluation(root, partial(_reshard, made))
 
     @implements(hooks.wrap_optimizer)
     def wrap_optimizer(self, unit: Unit, optimizer: Optimizer) -> Optimizer:
@@ -128,7 +167,8 @@ class Sharded(FullyShardedDataParallel):
         if self.mesh.size() > 1 and modules:
             if unit not in self._uses:
                 finds = self.config.find_unused_parameters
-                self._uses[unit] = Use(unit, modules, self.mesh, finds=finds)
+                whole = [each for group in self._replicas.get(unit, ()) for each in group.parameters]
+                self._uses[unit] = Use(unit, modules, whole, self.mesh, finds=finds)
             check_use(unit, optimizer, self._uses[unit])
         compare_gradients(unit, optimizer)
         take_plain_state(optimizer)
@@ -153,7 +193,8 @@ class Sharded(FullyShardedDataParallel):
         if self.mesh.size() == 1 or self.reduces_each(unit):  # one rank has nothing to reduce
             return nullcontext()
         self._accumulating.add(unit)
-        return _quiet([module for model in models for module in _sharded(model)])
+        modules = [module for model in models for module in _sharded(model)]
+        return _quiet(modules, self._replicas.get(unit, ()))
 
     @implements(hooks.clip_gradients)
     def clip_gradients(
@@ -230,16 +271,12 @@ class Sharded(FullyShardedDataParallel):
         torch cannot add its zeros for unused parameters to a window's sums of another dtype.
         """
         use = self._uses.get(unit)
-        return use is not None and use.gives_zeros and self._reduces_in_another_dtype()
+        return use is not None and use.gives_zeros and unit in self._reducing_in_other_dtypes
 
-    def _takes_zeros(self) -> bool:
+    def _takes_zeros(self, unit: Unit) -> bool:
         """Return whether unused parameters get a zero gradient, until an optimizer is prepared."""
-        finds = self.config.find_unused_parameters or not self._reduces_in_another_dtype()
+        finds = self.config.find_unused_parameters or unit not in self._reducing_in_other_dtypes
         return HAS_ZEROS and finds and self.mesh.size() > 1
-
-    def _reduces_in_another_dtype(self) -> bool:
-        policy = mixed_precision(self.config, self.run)
-        return policy.reduce_dtype not in (None, policy.param_dtype)
 
     def _plain(self, unit: Unit, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
         """Return the parameters without elements, and note if there are any.
@@ -270,6 +307,12 @@ class Sharded(FullyShardedDataParallel):
         )
 
 
+def _gives_zeros(uses: Mapping[Unit, Use], unit: ref[Unit]) -> bool:
+    """Return whether unused parameters get a gradient, until a step drops the ones that no rank used."""
+    use = uses.get(unit())  # type: ignore[arg-type]
+    return use is None or use.gives_zeros
+
+
 def refuse_second_order(module: nn.Module, inputs: Any, outputs: Any) -> None:
     """Refuse, in the backward of these outputs, a graph of it, whose weights would be gone by then."""
     for leaf in () if torch.compiler.is_compiling() else tree_leaves(outputs):
@@ -297,6 +340,13 @@ def _sharded(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
+def _outermost(model: nn.Module) -> list[nn.Module]:
+    """Return the sharded modules that are in no other one: the model, or parts of an adopted one."""
+    if isinstance(model, FSDPModule):
+        return [model]
+    return list(dict.fromkeys(root for child in model.children() for root in _outermost(child)))
+
+
 def reshard(unit: Unit) -> None:
     """Let weights go that a forward has left gathered."""
     for model in unit.models:
@@ -309,14 +359,18 @@ def _reshard(modules: Sequence[FSDPModule], *call: Any) -> None:
 
 
 @contextmanager
-def _quiet(modules: Sequence[FSDPModule]) -> Iterator[None]:
-    for module in modules:
-        module.set_requires_gradient_sync(False, recurse=False)
+def _quiet(modules: Sequence[FSDPModule], replicas: Sequence[Replicas]) -> Iterator[None]:
+    def set_sync(*, syncs: bool) -> None:
+        for module in modules:
+            module.set_requires_gradient_sync(syncs, recurse=False)
+        for each in replicas:
+            each.syncs = syncs
+
+    set_sync(syncs=False)
     try:
         yield
     finally:
-        for module in modules:
-            module.set_requires_gradient_sync(True, recurse=False)
+        set_sync(syncs=True)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from accel_fsdp.config import FullyShardedDataParallelPlugin
     from accel_fsdp.sharding.wrapping import Group
 
-__all__ = ["init_context", "materialize", "send_weights"]
+__all__ = ["init_context", "materialize", "move", "send_weights"]
 
 PARCEL: Final = 2**26
 """Bytes of small tensors that are copied into one buffer to be sent."""
@@ -58,8 +58,7 @@ def materialize(
             _initialize(module, config, group)
     tensors = list(dict.fromkeys(tensor for module in group.modules for tensor in _own(module)))
     for tensor in tensors:
-        if tensor.device != device:
-            _move(tensor, device)
+        move(tensor, device)
     if config.syncs:
         ranks = [mesh.get_group(dim) for dim in range(mesh.ndim)]
         send_weights([t.to_local() for t in tensors if isinstance(t, DTensor)], ranks)
@@ -110,7 +109,10 @@ def _own(module: nn.Module) -> list[Tensor]:
     return [t for table in (module._parameters, module._buffers) for t in table.values() if t is not None]
 
 
-def _move(tensor: Tensor, device: torch.device) -> None:
+def move(tensor: Tensor, device: torch.device) -> None:
+    """Move a tensor to a device, in place."""
+    if tensor.device == device:
+        return
     moved = tensor.data.to(device)
     # Subclasses hold tensors of their own, which `.data =` would leave on their old device.
     is_plain = type(moved).__torch_dispatch__ is Tensor.__torch_dispatch__

@@ -38,7 +38,15 @@ HAS_ZEROS: Final = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 class Use:
     """The parameters of a unit that got a gradient, on this rank and on any."""
 
-    def __init__(self, unit: Unit, modules: Sequence[FSDPModule], mesh: DeviceMesh, *, finds: bool) -> None:
+    def __init__(
+        self,
+        unit: Unit,
+        modules: Sequence[FSDPModule],
+        whole: Sequence[Tensor],
+        mesh: DeviceMesh,
+        *,
+        finds: bool,
+    ) -> None:
         self.finds = finds
         """True if ranks may use different parameters, in any step."""
         self.gives_zeros = HAS_ZEROS
@@ -52,6 +60,8 @@ class Use:
         self._handles: list[Any] = []
         if not HAS_ZEROS:
             return
+        for parameter in whole:
+            self._note(parameter)
         for module in modules:
             module.set_reduce_scatter_unused_params(finds, recurse=False)
             if finds:  # torch makes the leaves of a graph when it first gathers weights

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from accel_core import AccelError, MeshDim, hooks, implements
 from accel_fsdp.carriers import refused_carrier
+from accel_fsdp.sharding.adopted import is_adopted
 from accel_fsdp.sharding.meta import send_weights
 from accel_fsdp.tensor.config import TorchTensorParallelPlugin
 from accel_fsdp.tensor.plans import plan_of
@@ -102,7 +103,7 @@ class TensorParallel:
                 "leave out one of the two: the option, or what splits the model before prepare"
             )
         for key, parameter in model.named_parameters():
-            if isinstance(parameter, DTensor) and parameter.device_mesh != mesh:
+            if isinstance(parameter, DTensor) and parameter.device_mesh != mesh and not is_adopted(model):
                 raise AccelError(
                     f"{key} of this {name} is split over {parameter.device_mesh}, not over the run's {mesh}\n"
                     "split the model over accelerator.run.mesh.device_mesh['tp']"
