@@ -316,8 +316,8 @@ def _refuse_sharded(unit: Unit, models: Iterable[nn.Module]) -> list[str]:
 
             reasons.append(
                 f"prepare: {name} of the {type(model).__name__} is a DTensor, which the program has sharded"
-                f" or split, and strategy {unit.strategy!r} trains whole parameters\n{suggest_strategy('dtensors')}, or"
-                " load the model whole"
+                f" or split, and strategy {unit.strategy!r} trains whole parameters\n"
+                f"{suggest_strategy('dtensors')}, or load the model whole"
             )
     return reasons
 

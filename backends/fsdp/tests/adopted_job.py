@@ -35,7 +35,7 @@ class Adapted(nn.Module):
         self.base = base
         for each in base.parameters():
             each.requires_grad_(False)
-        torch.manual_seed(2 + int(os.environ.get("RANK", 0)))  # each rank draws its own
+        torch.manual_seed(2 + int(os.environ.get("RANK", "0")))  # each rank draws its own
         self.down, self.up = nn.Linear(grid_job.WORDS, 2).double(), nn.Linear(2, grid_job.WORDS).double()
         self.unused = nn.Linear(2, 2).double()
 

@@ -99,7 +99,7 @@ def refused_parts(model: nn.Module, mesh: Mesh | None) -> Iterator[str]:
             if not ranks <= alike:
                 yield (
                     f"{key} of this {type(model).__name__} is split over the ranks {sorted(ranks)}, which"
-                    f" would read different data\nset parallelism.tp: {len(ranks)}, which lets them read the same"
+                    f" would read different data\nset parallelism.tp: {len(ranks)}; they then read the same"
                 )
                 return
 
