@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import training_problems
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
@@ -248,3 +249,10 @@ def test_those_of_a_losss_own_backward_are_reduced_by_each_call_also_after_a_bat
             optimizer.zero_grad()
         assert plugin.times == before + 3
     accelerator.end_training()
+
+
+@pytest.mark.needs("accel-ddp")
+def test_a_strategy_of_whole_parameters_refuses_a_sharded_model_by_name(run_processes):
+    for said in run_processes(training_problems.prepare_in_parts, world=2):
+        assert "is a DTensor" in said
+        assert "strategy 'ddp' trains whole parameters" in said

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from accel_core import Accelerator, AccelError
+
 BATCH = 8
 FEATURES = 6
 
@@ -93,3 +95,18 @@ def our_losses(
 def repeated(values: list[Any]) -> Iterator[Any]:
     while True:
         yield from values
+
+
+def prepare_in_parts() -> str:
+    """What `prepare` says of a model that torch's `fully_shard` has sharded."""
+    from torch.distributed.fsdp import fully_shard
+
+    accelerator = Accelerator(cpu=True, strategy="ddp")
+    model = fully_shard(net())
+    try:
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    except AccelError as error:
+        return str(error)
+    finally:
+        accelerator.end_training()
+    return "nothing"

@@ -44,7 +44,6 @@ REFUSED = {
         "leave fsdp.ignored_modules out",
     ),
     "offload": (FSDP | {"ACCEL__FSDP__CPU_OFFLOAD": "true"}, "", "leave fsdp.cpu_offload out"),
-    "ddp": ({"ACCEL__STRATEGY": "ddp"}, "", "choose a strategy that can: fsdp"),
     "twice": (FSDP, "twice", "was sharded by an earlier prepare"),
     "meta": (FSDP, "meta", "is on the meta device"),
 }
