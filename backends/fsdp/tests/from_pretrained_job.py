@@ -24,6 +24,7 @@ SMALL = {
 KINDS = {
     "llama": ("Llama", SMALL),
     "tied": ("Llama", SMALL | {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", SMALL | {"head_dim": 8}),
     "mixtral": ("Mixtral", SMALL | {"num_local_experts": 4}),
 }
 

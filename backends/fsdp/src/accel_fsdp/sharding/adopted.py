@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
@@ -29,6 +30,7 @@ __all__ = [
     "note_made",
     "refused_layout",
     "refused_parts",
+    "sums_in_backward",
     "tell_ignored",
     "unmanaged",
     "was_made",
@@ -62,6 +64,21 @@ def was_made(model: nn.Module) -> bool:
 def is_adopted(model: nn.Module) -> bool:
     """Return True if the program has sharded the model, or a part of it, by torch's `fully_shard`."""
     return not was_made(model) and any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def sums_in_backward(model: nn.Module) -> list[str]:
+    """Return the modules whose gradients transformers sums over tensor-parallel ranks after each backward.
+
+    Norms of heads, as in Qwen 3. transformers sums `parameter.grad`, which has earlier micro-batches too.
+    """
+    plan: Any = getattr(model, "tp_plan", None) or {}
+    patterns = [pattern for pattern, style in plan.items() if style == "replicated_with_grad_allreduce"]
+    return [
+        name
+        for name, module in model.named_modules()
+        if patterns and "forward" in vars(module)
+        if any(fnmatchcase(name, f"*{pattern}") for pattern in patterns)
+    ]
 
 
 def unmanaged(model: nn.Module) -> list[nn.Parameter]:

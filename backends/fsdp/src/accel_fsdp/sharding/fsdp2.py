@@ -22,7 +22,14 @@ from accel_core import AccelError, ConfigError, before_step, hooks, implements
 from accel_fsdp.classes import absent
 from accel_fsdp.experts.stacks import Spread, split, spread
 from accel_fsdp.sharding.accumulated import clear, clear_with, param_groups, sharded_parameters
-from accel_fsdp.sharding.adopted import described_as_adopted, is_adopted, note_made, tell_ignored, unmanaged
+from accel_fsdp.sharding.adopted import (
+    described_as_adopted,
+    is_adopted,
+    note_made,
+    sums_in_backward,
+    tell_ignored,
+    unmanaged,
+)
 from accel_fsdp.sharding.agreement import compare_gradients
 from accel_fsdp.sharding.base import (
     FullyShardedDataParallel,
@@ -66,6 +73,8 @@ class Sharded(FullyShardedDataParallel):
         self._layouts: WeakKeyDictionary[Unit, Layout] = WeakKeyDictionary()
         self._mixed: WeakSet[Unit] = WeakSet()
         """Units that have plain parameters beside sharded ones."""
+        self._summed: WeakKeyDictionary[Unit, list[str]] = WeakKeyDictionary()
+        """Modules whose gradients transformers reduces in each backward."""
         self._replicas: WeakKeyDictionary[Unit, list[Replicas]] = WeakKeyDictionary()
         self._reducing_in_other_dtypes: WeakSet[Unit] = WeakSet()
         """Units that gather weights in one dtype, and reduce gradients in another."""
@@ -87,6 +96,7 @@ class Sharded(FullyShardedDataParallel):
     def wrap_model(self, unit: Unit, model: nn.Module) -> nn.Module:
         """Shard the model by version 2. Collective."""
         self.find_ranks(unit)
+        self._summed.setdefault(unit, []).extend(sums_in_backward(model))
         if is_adopted(model):
             return self._adopt(unit, model)
         arguments: dict[str, Any] = {
@@ -190,6 +200,13 @@ class Sharded(FullyShardedDataParallel):
 
     @implements(hooks.no_sync)
     def no_sync(self, unit: Unit, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        if self.mesh.size() == 1 and self._summed.get(unit):
+            raise AccelError(
+                f"transformers sums the gradients of {self._summed[unit][0]} over tensor-parallel ranks in"
+                " each backward: a window of several micro-batches would count the earlier ones several times"
+                "\nload the model without tp_size, and let parallelism.tp split it; or make windows of one"
+                " micro-batch"
+            )
         if self.mesh.size() == 1 or self.reduces_each(unit):  # one rank has nothing to reduce
             return nullcontext()
         self._accumulating.add(unit)
@@ -268,8 +285,11 @@ class Sharded(FullyShardedDataParallel):
     def reduces_each(self, unit: Unit) -> bool:
         """Return whether gradients are reduced in each micro-batch.
 
-        torch cannot add its zeros for unused parameters to a window's sums of another dtype.
+        torch cannot add its zeros for unused parameters to a window's sums of another dtype, and transformers
+        sums some gradients over tensor-parallel ranks in each backward.
         """
+        if self._summed.get(unit):
+            return True
         use = self._uses.get(unit)
         return use is not None and use.gives_zeros and unit in self._reducing_in_other_dtypes
 
