@@ -58,7 +58,7 @@ Integers that are converted back wrap around, as a sum in their own dtype would.
 """
 
 
-def gather(tensor: Any, *, gradients: bool = False, run: Run | None = None) -> Any:
+def gather(tensor: Any, *, gradients: bool = False, every_rank: bool = False, run: Run | None = None) -> Any:
     """Concatenate each tensor (n, ...) of every reader, in reader order: (readers * n, ...).
 
     A 0-dim tensor counts as (1,). Shapes must be equal on all ranks; `pad_across_processes` makes them
@@ -69,6 +69,7 @@ def gather(tensor: Any, *, gradients: bool = False, run: Run | None = None) -> A
         gradients: the result carries the gradient, for losses over the samples of all readers. A rank gets
             the sum of the gradients that all readers have for its part: after the strategy's average, the
             gradient of the mean of their losses. Backward is then collective.
+        every_rank: gather from every rank, also from ranks that share their data; not with `gradients`.
         run: the only live run by default.
 
     Raises:
@@ -76,13 +77,19 @@ def gather(tensor: Any, *, gradients: bool = False, run: Run | None = None) -> A
         TypeError: a leaf is not a tensor; `gather_for_metrics` and `gather_object` take other objects.
     """
     run = run or current()
+    if every_rank:
+        if gradients:
+            raise ValueError("gather: gradients=True is for readers\nleave out every_rank")
+        return _gather(tensor, run, "gather of every rank", dim="world")[0]
     gathered, inputs = _gather(tensor, run, "gather")
     return with_gradient("gather", gathered, inputs, partial(_own_parts, run) if gradients else None)
 
 
-def _gather(tensor: Any, run: Run, operation: str, at: str = "") -> tuple[Any, Sequence[Tensor]]:
+def _gather(
+    tensor: Any, run: Run, operation: str, at: str = "", dim: str | None = None
+) -> tuple[Any, Sequence[Tensor]]:
     """Return the gathered structure, and this rank's tensors."""
-    with collective_call(run, run.topology.gather_dim, operation, tensor, at=at) as call:
+    with collective_call(run, dim or run.topology.gather_dim, operation, tensor, at=at) as call:
         tensors, plan = call.tensors()
         if call.size == 1:
             rows = [leaf.detach().reshape(leaf.shape or 1) for leaf in tensors]
@@ -102,8 +109,8 @@ def _own_parts(run: Run, gradients: Sequence[Tensor]) -> list[Tensor]:
     return [each.tensor_split(group.size)[group.rank] for each in sums]
 
 
-def gather_object(object: Any, *, run: Run | None = None) -> Any:
-    """Return every reader's picklable objects, in reader order.
+def gather_object(object: Any, *, every_rank: bool = False, run: Run | None = None) -> Any:
+    """Return every reader's picklable objects, in reader order; or every rank's.
 
     Lists and tensors are concatenated. Mappings with equal keys are joined key by key; named tuples, and
     tuples of lists, mappings or tensors, item by item. Other tuples are concatenated into a list, and all
@@ -112,15 +119,21 @@ def gather_object(object: Any, *, run: Run | None = None) -> Any:
     Raises:
         CollectiveError: another rank calls something else.
     """
-    return _gather_object(object, run or current(), "gather_object")
+    return _gather_object(object, run or current(), "gather_object", dim="world" if every_rank else None)
 
 
 def _gather_object(
-    object: Any, run: Run, operation: str, at: str = "", real_readers: int | None = None
+    object: Any,
+    run: Run,
+    operation: str,
+    at: str = "",
+    real_readers: int | None = None,
+    dim: str | None = None,
 ) -> Any:
     # A tensor that is pickled on a device would arrive on its sender's device.
     sent = object if run.device.type == "cpu" else recursively_apply(Tensor.cpu, object)
-    with collective_call(run, run.topology.gather_dim, operation, object, objects=True, at=at) as call:
+    over = dim or run.topology.gather_dim
+    with collective_call(run, over, operation, object, objects=True, at=at) as call:
         return _join_objects(call.all_objects(sent)[:real_readers])
 
 

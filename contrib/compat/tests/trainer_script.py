@@ -18,6 +18,8 @@ parser.add_argument("--ours", action="store_true")
 parser.add_argument("--resume", action="store_true")
 parser.add_argument("--lora", action="store_true")
 parser.add_argument("--sft", action="store_true")
+parser.add_argument("--layout", help="JSON: transformers shards the model so as it loads it")
+parser.add_argument("--adopt", action="store_true")
 parser.add_argument("--arguments", default="{}")
 asked = parser.parse_args()
 if asked.ours:
@@ -53,6 +55,18 @@ def model() -> torch.nn.Module:
     return BertForSequenceClassification(BertConfig(**SMALL, **still, intermediate_size=64, num_labels=3))
 
 
+def loaded(base: torch.nn.Module) -> torch.nn.Module:
+    """The model, as transformers shards it while it loads it."""
+    from transformers.distributed import DistributedConfig
+
+    folder = f"{asked.folder}/model"
+    base.save_pretrained(folder)  # by rank 0: the arguments have started the processes' group
+    torch.distributed.barrier()
+    return type(base).from_pretrained(
+        folder, distributed_config=DistributedConfig(**json.loads(asked.layout))
+    )
+
+
 class Tokens(torch.utils.data.Dataset):
     def __init__(self, count: int, seed: int) -> None:
         self.tokens = torch.randint(1, TOKENS, (count, LENGTH), generator=torch.Generator().manual_seed(seed))
@@ -69,6 +83,8 @@ class Tokens(torch.utils.data.Dataset):
 def adapted(base: torch.nn.Module) -> torch.nn.Module:
     from peft import LoraConfig, get_peft_model
 
+    if asked.model == "llama":
+        return get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     return get_peft_model(base, LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
 
 
@@ -94,23 +110,25 @@ def data(count: int, seed: int) -> object:
 
 set_seed(0)
 trainer_class, arguments_class, more = by_trl() if asked.sft else (Trainer, TrainingArguments, {})
-arguments = arguments_class(
-    asked.folder,
-    per_device_train_batch_size=4,
-    gradient_accumulation_steps=2,
-    num_train_epochs=2,
-    learning_rate=1e-3,
-    logging_steps=1,
-    eval_strategy="epoch",
-    save_strategy="steps",
-    save_steps=4,
-    report_to=[],
-    use_cpu=True,
-    disable_tqdm=True,
-    seed=3,
-    **json.loads(asked.arguments),
-)
-trained = adapted(model()) if asked.lora else model()
+settings = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "num_train_epochs": 2,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "eval_strategy": "epoch",
+    "save_strategy": "steps",
+    "save_steps": 4,
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "seed": 3,
+}
+arguments = arguments_class(asked.folder, **{**settings, **json.loads(asked.arguments)})
+trained = loaded(model()) if asked.layout else model()
+if asked.adopt:
+    accel_compat.adopt(trained)
+trained = adapted(trained) if asked.lora else trained
 trainer = trainer_class(trained, arguments, train_dataset=data(50, 1), eval_dataset=data(13, 2), **more)
 trainer.train(resume_from_checkpoint=f"{asked.folder}/checkpoint-4" if asked.resume else None)
 predicted = trainer.predict(trainer.eval_dataset)

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from accel_compat.activation import install
+    from accel_compat.sharded_models import adopt
 
-__all__ = ["install"]
+__all__ = ["adopt", "install"]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'accel_compat' has no attribute {name!r}", name=name)
-    from accel_compat import activation
+    from accel_compat import activation, sharded_models
 
-    return getattr(activation, name)
+    return getattr(sharded_models if name == "adopt" else activation, name)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from accel_fsdp.sharding.accumulated import param_groups
 
 if TYPE_CHECKING:
-    from accel_core import Mesh, Run
+    from accel_core import Mesh, Unit
     from accel_fsdp.config import FullyShardedDataParallelPlugin
 
 __all__ = [
@@ -87,10 +87,10 @@ def unmanaged(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter not in managed]
 
 
-def refused_layout(model: nn.Module, config: FullyShardedDataParallelPlugin, run: Run) -> Iterator[str]:
+def refused_layout(unit: Unit, model: nn.Module, config: FullyShardedDataParallelPlugin) -> Iterator[str]:
     """Yield the reasons why the run cannot train an adopted model as it is sharded."""
     name, groups = type(model).__name__, param_groups(model.modules())
-    sizes = {dim: run.config.parallelism.get(dim, 1) for dim in ("pp", "ep")}
+    sizes = {dim: unit.run.config.parallelism.get(dim, 1) for dim in ("pp", "ep")}
     for option in (f"parallelism.{dim}" for dim, size in sizes.items() if size != 1):
         yield f"{option} is set, but the program has sharded this {name} before prepare\nleave {option} out"
     if config.fsdp_version == 1:
@@ -104,7 +104,7 @@ def refused_layout(model: nn.Module, config: FullyShardedDataParallelPlugin, run
             )
     if empty := next((key for key, each in model.named_parameters() if each.is_meta), None):
         yield f"{empty} of this {name} is on the meta device\nload the model's weights before prepare"
-    yield from _refused_ranks(model, groups, run)
+    yield from _refused_ranks(unit, model, groups)
 
 
 def refused_parts(model: nn.Module, mesh: Mesh | None) -> Iterator[str]:
@@ -121,10 +121,10 @@ def refused_parts(model: nn.Module, mesh: Mesh | None) -> Iterator[str]:
                 return
 
 
-def _refused_ranks(model: nn.Module, groups: Sequence[Any], run: Run) -> Iterator[str]:
+def _refused_ranks(unit: Unit, model: nn.Module, groups: Sequence[Any]) -> Iterator[str]:
     """Yield one reason if the ranks that share a weight are not the run's."""
-    mesh, name = run.mesh, type(model).__name__
-    data = [run.world.rank] if mesh is None else sorted(mesh.group(*mesh.names("samples", "tokens")))
+    mesh, name = unit.mesh, type(model).__name__
+    data = [unit.run.world.rank] if mesh is None else sorted(mesh.group(*mesh.names("samples", "tokens")))
     for group in groups:
         ranks = sorted(_ranks(group.mesh_info.mesh))
         # Experts have a divisor: fewer ranks share them, and tokens of all ranks come to them.
@@ -136,7 +136,7 @@ def _refused_ranks(model: nn.Module, groups: Sequence[Any], run: Run) -> Iterato
             )
             return
         replicas = getattr(group.mesh_info, "replicate_mesh_size", 1)
-        asked = run.config.parallelism.get("dp_replicate", -1)
+        asked = unit.run.config.parallelism.get("dp_replicate", -1)
         if asked not in (-1, replicas):
             yield (
                 f"parallelism.dp_replicate is {asked}, but this {name} has {replicas} replica(s)\n"

@@ -116,7 +116,7 @@ class FullyShardedDataParallel:
     def _refuse_layout(self, unit: Unit, model: nn.Module) -> Iterator[str]:
         """Yield the reasons why the run cannot train a model that the program has split or sharded."""
         if is_adopted(model):
-            yield from refused_layout(model, self.config, self.run)
+            yield from refused_layout(unit, model, self.config)
         elif not was_made(model):
             yield from refused_parts(model, unit.mesh)
 

@@ -33,6 +33,7 @@ from accel_compat.loaders.sharing import skip_first_batches
 from accel_compat.modeling.wrappers import extract_model_from_parallel, save_of
 from accel_compat.notices import warn_once
 from accel_compat.run import AccelerateRun
+from accel_compat.sharded_models import refuse_whole_states
 from accel_compat.state import operations
 from accel_compat.state.gradient_state import GradientState
 from accel_compat.state.states import AcceleratorState, PartialState, distributed_type
@@ -358,6 +359,9 @@ class Accelerator(accel_core.Accelerator):
     ) -> Any:
         """Prepare what can be prepared; anything else comes back as it is."""
         self._apply_settings()
+        sharding: Any = getattr(self.state, "fsdp_plugin", None)
+        for each in args if sharding is not None else ():
+            refuse_whole_states(each, sharding.state_dict_type)
         results = preparing.prepare(self, args, device_placement, strategy, name)
         return results[0] if len(results) == 1 else tuple(results)
 
@@ -375,6 +379,10 @@ class Accelerator(accel_core.Accelerator):
                 "You can't train a model that has been loaded in 8-bit or 4-bit precision with CPU or disk"
                 " offload.\nload it without a device_map that names cpu or disk"
             )
+        if evaluation_mode and getattr(model, "is_distributed_loading_by_transformers", False):
+            # transformers' Trainer prepares models that it sharded while it loaded them so, and trains them.
+            strategy = None if "fsdp" in self.run.plugins else "fsdp"
+            return self.prepare(model, device_placement=[device_placement], strategy=strategy)
         return super().prepare_model(model, device_placement, evaluation_mode)
 
     def prepare_data_loader(
@@ -580,8 +588,10 @@ class Accelerator(accel_core.Accelerator):
 
     # Accelerate's has no `gradients`; accel_core.ops.gather does.
     def gather(self, tensor: Any) -> Any:  # type: ignore[override]
-        """Concatenate over all ranks. Collective."""
-        return super().gather(tensor) if self.use_distributed else tensor
+        """Concatenate over all ranks, also ranks that share their data. Collective."""
+        return (
+            accel_core.ops.gather(tensor, every_rank=True, run=self.run) if self.use_distributed else tensor
+        )
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather, and cut to the number of samples that the loader's last round has.

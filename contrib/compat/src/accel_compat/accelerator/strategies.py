@@ -61,7 +61,7 @@ class Chosen:
 
     def usable(self, handlers: Any) -> list[Any]:
         """Return the handlers, without DDP's where another strategy was asked for."""
-        sharded = self.mesh is not None and self.mesh.dp_shard_enabled
+        sharded = self.mesh is not None and (self.mesh.dp_shard_enabled or self.mesh.tp_enabled)
         if not (self.fsdp or self.deepspeed or self.megatron or sharded):
             return list(handlers or ())
         left = [each for each in handlers or () if isinstance(each, DistributedDataParallelKwargs)]

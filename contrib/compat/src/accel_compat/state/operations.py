@@ -143,12 +143,12 @@ def _over_ranks(operation: Callable[..., Any], value: Any, *args: Any) -> Any:
 
 def gather(tensor: Any) -> Any:
     """Concatenate each tensor over all ranks, along dim 0. Collective."""
-    return _over_ranks(ops.gather, tensor)
+    return _over_ranks(functools.partial(ops.gather, every_rank=True), tensor)
 
 
 def gather_object(object: Any) -> Any:
     """Concatenate the lists of all ranks. Collective."""
-    return _over_ranks(ops.gather_object, object)
+    return _over_ranks(functools.partial(ops.gather_object, every_rank=True), object)
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
