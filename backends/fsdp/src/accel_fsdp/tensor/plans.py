@@ -101,7 +101,8 @@ def plan_of(
     """
     known, may_be_whole = places(model), "*" in (given or ())
     spread = {each for module in model.modules() if isinstance(module, Spread) for each in module.modules()}
-    asked = {name: word for name, word in words_of(model, "tp_plan").items() if known[name][0] not in spread}
+    own = {name: word for name, word in words_of(model, "tp_plan").items() if known[name][0] not in spread}
+    asked = dict(own)
     for pattern, style in (given or {}).items():
         names = [name for name in known if fnmatchcase(name, pattern)]
         names = [name for name in names if known[name][1] is None] or names
@@ -112,6 +113,8 @@ def plan_of(
                 "correct it; or add '*': null, if it is for another model of this run"
             )
         asked.update(dict.fromkeys(names, style))
+        own = {name: word for name, word in own.items() if name not in names}
+    _refuse_mixed_weights(model, own)
     found = [
         _planned(model, name, place, asked[name], loss_parallel=loss_parallel)
         for name, place in known.items()
@@ -151,6 +154,17 @@ def _refuse_parted_heads(model: nn.Module, found: list[Planned], size: int) -> N
                 f"{planned.name} is split over parallelism.tp {size}, but the model has"
                 f" {option} {count}, and no rank can have a part of a head\n"
                 f"choose a size that divides {count}"
+            )
+
+
+def _refuse_mixed_weights(model: nn.Module, own: Mapping[str, Any]) -> None:
+    """Refuse a model's plan by which one rank would have the gates and another the values (Inkling 1 and 2)."""
+    for name, word in own.items():
+        if word == "colwise" and name.endswith("experts.gate_up_proj"):
+            raise ConfigError(
+                f"the tp_plan of {type(model).__name__} splits {name} colwise, by which one rank would have the"
+                " gates and the other the values, if these come one after the other\n"
+                f"say how they lie: {OPTION}: {{{name}: packed_colwise}}, or colwise if they alternate"
             )
 
 
@@ -245,9 +259,11 @@ def _style(
     }
     if kind in of_any_module:
         return of_any_module[kind]()
-    if not isinstance(module, (nn.Linear, nn.Embedding)) or kind == "packed_rowwise":
+    if not isinstance(module, (nn.Linear, nn.Embedding)) or module._modules or kind == "packed_rowwise":
+        inside = " with modules inside" if module._modules else ""
         raise ConfigError(
-            f"{OPTION}: {name} is a {type(module).__name__}, and only Linear and Embedding are split {kind}\n"
+            f"{OPTION}: {name} is a {type(module).__name__}{inside}, and only Linear and Embedding, with nothing"
+            f" inside, are split {kind}\n"
             "leave it out, or give an object of torch.distributed.tensor.parallel that can split it"
         )
     if kind == "packed_colwise":
