@@ -112,8 +112,8 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
     ep_modules: Sequence[str] | None = option(
         None,
         converter=_names,
-        help="Patterns of the names of modules that are stacks of experts (parallelism.ep). Unset: the modules"
-        " that the model's ep_plan names, or all called experts. []: there are no experts.",
+        help="Patterns of names of modules that are stacks of experts (parallelism.ep); []: there are none."
+        " Unset: the modules that the model's ep_plan names, or all that are called experts.",
     )
     state_dict_type: str | None = option(
         None,

@@ -158,12 +158,12 @@ def _refuse_parted_heads(model: nn.Module, found: list[Planned], size: int) -> N
 
 
 def _refuse_mixed_weights(model: nn.Module, own: Mapping[str, Any]) -> None:
-    """Refuse a model's plan by which one rank would have the gates and another the values (Inkling 1 and 2)."""
+    """Refuse a model's plan by which one rank has the gates, and another the values (Inkling)."""
     for name, word in own.items():
         if word == "colwise" and name.endswith("experts.gate_up_proj"):
             raise ConfigError(
-                f"the tp_plan of {type(model).__name__} splits {name} colwise, by which one rank would have the"
-                " gates and the other the values, if these come one after the other\n"
+                f"the tp_plan of {type(model).__name__} splits {name} colwise: if its gates come before its"
+                " values, one rank would have the gates and another the values\n"
                 f"say how they lie: {OPTION}: {{{name}: packed_colwise}}, or colwise if they alternate"
             )
 
@@ -262,8 +262,8 @@ def _style(
     if not isinstance(module, (nn.Linear, nn.Embedding)) or module._modules or kind == "packed_rowwise":
         inside = " with modules inside" if module._modules else ""
         raise ConfigError(
-            f"{OPTION}: {name} is a {type(module).__name__}{inside}, and only Linear and Embedding, with nothing"
-            f" inside, are split {kind}\n"
+            f"{OPTION}: {name} is a {type(module).__name__}{inside}, and only Linear and Embedding without"
+            f" modules inside are split {kind}\n"
             "leave it out, or give an object of torch.distributed.tensor.parallel that can split it"
         )
     if kind == "packed_colwise":

@@ -82,9 +82,10 @@ class Local(Cut):
         return module
 
     def _enter(self, mesh: DeviceMesh, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        own: dict[str, Any] = {k: v for k, v in module._parameters.items() if isinstance(v, DTensor)}
+        parameters: dict[str, Any] = module._parameters
+        own = {key: each for key, each in parameters.items() if isinstance(each, DTensor)}
         self._split[module] = own
-        module._parameters.update({key: each.to_local() for key, each in own.items()})
+        parameters.update({key: each.to_local() for key, each in own.items()})
         if self.takes_whole:
             args, kwargs = _each(sum_gradient, (args, kwargs), mesh)
         if self.divides:
