@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import warnings
+from functools import partial
 
 import grid_job
 import torch
@@ -56,7 +56,12 @@ MIXTURES = {
     "DeepseekV3": {**MIXED, **LATENT},
 }
 MORE = {
-    "Llama4": {**MIXED, "config": "Llama4TextConfig", "intermediate_size_mlp": 24, "interleave_moe_layer_step": 1},
+    "Llama4": {
+        **MIXED,
+        "config": "Llama4TextConfig",
+        "intermediate_size_mlp": 24,
+        "interleave_moe_layer_step": 1,
+    },
     "GraniteMoeSWA": MIXED,
     "LongcatFlash": {
         **MIXED,
@@ -269,8 +274,7 @@ def split_words(words):
         model = word_model(word)
         model._tp_plan = WORD_CASES[word][1]
         model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
-        found[word] = stepped(
-            model, optimizer, run.backward, lambda run=run, model=model: run.get_state_dict(model, rank0_only=False)
-        )
+        read = partial(run.get_state_dict, model, rank0_only=False)
+        found[word] = stepped(model, optimizer, run.backward, read)
         run.end_training()
     return found

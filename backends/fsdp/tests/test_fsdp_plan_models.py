@@ -35,7 +35,9 @@ def assert_as_plain(found):
 
 def train(run_processes, names, sizes, world=2):
     variables = grid_job.environment(sizes)
-    return run_processes(plan_job.all_of, "trained", names, CLIP, world=world, environment=variables, timeout=250)
+    return run_processes(
+        plan_job.all_of, "trained", names, CLIP, world=world, environment=variables, timeout=250
+    )
 
 
 @pytest.mark.parametrize(

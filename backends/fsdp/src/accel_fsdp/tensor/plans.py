@@ -259,12 +259,12 @@ def _style(
     }
     if kind in of_any_module:
         return of_any_module[kind]()
-    if not isinstance(module, (nn.Linear, nn.Embedding)) or module._modules or kind == "packed_rowwise":
-        inside = " with modules inside" if module._modules else ""
+    inner = any("." in key for key, _ in module.named_parameters())  # a norm, for example
+    if not isinstance(module, (nn.Linear, nn.Embedding)) or inner or kind == "packed_rowwise":
         raise ConfigError(
-            f"{OPTION}: {name} is a {type(module).__name__}{inside}, and only Linear and Embedding without"
-            f" modules inside are split {kind}\n"
-            "leave it out, or give an object of torch.distributed.tensor.parallel that can split it"
+            f"{OPTION}: {name} is a {type(module).__name__}{' with weights inside' if inner else ''}, and only"
+            f" Linear and Embedding are split {kind}\nleave it whole: {OPTION}: {{{name}: null}}; or give an"
+            " object of torch.distributed.tensor.parallel that can split it"
         )
     if kind == "packed_colwise":
         return Local(
