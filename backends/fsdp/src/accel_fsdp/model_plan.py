@@ -19,7 +19,8 @@ def places(model: nn.Module) -> dict[str, tuple[nn.Module, str | None]]:
     """
     found: dict[str, tuple[nn.Module, str | None]] = {}
     for prefix, module in model.named_modules():
-        found.update({f"{prefix}.{key}".lstrip("."): (module, key) for key in module._parameters})
+        for key, _ in module.named_parameters(recurse=False):
+            found[f"{prefix}.{key}".lstrip(".")] = module, key
         found[prefix] = module, None
     return found
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from attrs import frozen
@@ -29,7 +30,7 @@ from accel_core import ConfigError
 from accel_fsdp.experts.stacks import Spread
 from accel_fsdp.model_plan import places, words_of
 from accel_fsdp.naming import did_you_mean
-from accel_fsdp.tensor.styles import Cut, Local, MlaLatent, Whole
+from accel_fsdp.tensor.styles import Cut, Local, add_up, divide, sum_gradient, sum_gradient_of_last
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
@@ -144,12 +145,8 @@ def _refuse_parted_heads(model: nn.Module, found: list[Planned], size: int) -> N
     for planned in found:
         style, option = planned.style, HEADS.get(planned.name.rpartition(".")[2])
         count = _setting(model, planned.name, option) if option else None
-        if (
-            count
-            and count % size
-            and isinstance(style, ColwiseParallel)
-            and style.output_layouts[0].is_shard()
-        ):
+        leaves_split = isinstance(style, ColwiseParallel) and style.output_layouts[0].is_shard()
+        if leaves_split and count and count % size:
             raise ConfigError(
                 f"{planned.name} is split over parallelism.tp {size}, but the model has"
                 f" {option} {count}, and no rank can have a part of a head\n"
@@ -171,11 +168,10 @@ def _refuse_mixed_weights(model: nn.Module, own: Mapping[str, Any]) -> None:
 def _refuse_whole_addends(found: list[Planned]) -> None:
     """Refuse sums over ranks to which each rank would add a parameter that it has whole."""
     cut = {(planned.module, key) for planned in found for key, _ in _cuts(planned.module, planned.style)}
-    for planned in found:
-        if not isinstance(planned.style, Local) or not planned.style.sums:
-            continue
-        for key, parameter in planned.module._parameters.items():
-            if parameter is not None and (planned.module, key) not in cut:
+    sums = [each for each in found if isinstance(each.style, Local) and each.style.outputs is add_up]
+    for planned in sums:
+        for key, _ in planned.module.named_parameters(recurse=False):
+            if (planned.module, key) not in cut:
                 raise ConfigError(
                     f"outputs of {planned.name} are summed over the ranks, and its {key} is whole on each\n"
                     f"split it: {OPTION}: {{{planned.name}.{key}: colwise}}; or leave {planned.name} whole"
@@ -211,7 +207,9 @@ def _planned(
             f" which leaves it whole: {OPTION}: {{{name}: null}}"
         )
     if key is not None:
-        return Planned(name, module, _style_of_parameter(name, module, key, parts["style"]), head=False)
+        return Planned(
+            name, module, _style_of_parameter(name, module, key, parts.get("style", "")), head=False
+        )
     gives_whole = parts.get("style") == "colwise" and parts.get("output") == "whole"
     head = gives_whole and isinstance(module, nn.Linear)
     style = _style(model, name, module, parts, split_output=head and loss_parallel)
@@ -220,21 +218,21 @@ def _planned(
 
 def _style_of_parameter(name: str, module: nn.Module, key: str, kind: str) -> ParallelStyle:
     """Return the style of a parameter: (..., output, input), or the values of the outputs."""
-    dims = module._parameters[key].dim() if module._parameters[key] is not None else 0  # type: ignore[union-attr]
-    rows, columns = max(dims - 2, 0), dims - 1
-    placements: dict[str, Placement] = {
-        "colwise": Shard(rows),
-        "rowwise": Shard(columns),
-        "packed_colwise": _StridedShard(rows, split_factor=PACKED),
-        "packed_rowwise": _StridedShard(columns, split_factor=PACKED),
-        "whole": Replicate(),
+    dims = module.get_parameter(key).dim()
+    rows, columns = max(dims - 2, 0), max(dims - 1, 0)
+    styles: dict[str, Mapping[str, Placement]] = {
+        "colwise": {key: Shard(rows)},
+        "rowwise": {key: Shard(columns)},
+        "packed_colwise": {key: _StridedShard(rows, split_factor=PACKED)},
+        "packed_rowwise": {key: _StridedShard(columns, split_factor=PACKED)},
+        "whole": {},
     }
-    if kind not in placements:
+    if kind not in styles:
         raise ConfigError(
             f"{OPTION}: {name} is a parameter, which cannot be {kind}\n"
-            "choose colwise, rowwise, packed_colwise, packed_rowwise or replicate"
+            f"choose among {', '.join(styles).replace('whole', 'replicate')}"
         )
-    return Whole() if kind == "whole" or not dims else Cut({key: placements[kind]})
+    return Cut(styles[kind])
 
 
 def _style(
@@ -250,26 +248,27 @@ def _style(
         "gather": lambda: PrepareModuleInput(
             input_layouts=enters or Shard(1), desired_input_layouts=Replicate()
         ),
-        "whole": Whole,
+        "whole": lambda: Cut({}),
         "local": Local,
-        "divided": lambda: Local(divides=True),
+        "divided": lambda: Local(inputs=divide),
         # Layers inside the module that are split sum the gradients of their inputs by themselves.
-        "summed": lambda: Local(takes_whole=has_own, sums=True),
-        "mla": lambda: MlaLatent(_width_of_key(model, name)),
+        "summed": lambda: Local(inputs=sum_gradient if has_own else None, outputs=add_up),
+        # A latent vector, for layers that are split, and then a key, which meets this rank's heads only.
+        "mla": lambda: Local(outputs=partial(sum_gradient_of_last, _width_of_key(model, name))),
     }
     if kind in of_any_module:
         return of_any_module[kind]()
     inner = any("." in key for key, _ in module.named_parameters())  # a norm, for example
     if not isinstance(module, (nn.Linear, nn.Embedding)) or inner or kind == "packed_rowwise":
         raise ConfigError(
-            f"{OPTION}: {name} is a {type(module).__name__}{' with weights inside' if inner else ''}, and only"
-            f" Linear and Embedding are split {kind}\nleave it whole: {OPTION}: {{{name}: null}}; or give an"
-            " object of torch.distributed.tensor.parallel that can split it"
+            f"{OPTION}: {name} is a {type(module).__name__}{' with weights inside' if inner else ''}, and"
+            f" only Linear and Embedding are split {kind}\n"
+            f"leave it whole: {OPTION}: {{{name}: null}}; or give an object of"
+            " torch.distributed.tensor.parallel that can split it"
         )
     if kind == "packed_colwise":
-        return Local(
-            dict.fromkeys(("weight", "bias"), _StridedShard(0, split_factor=PACKED)), takes_whole=True
-        )
+        packed = _StridedShard(0, split_factor=PACKED)
+        return Local({"weight": packed, "bias": packed}, inputs=sum_gradient)
     if kind == "colwise":
         if split_output:
             return ColwiseParallel(input_layouts=enters, use_local_output=False)

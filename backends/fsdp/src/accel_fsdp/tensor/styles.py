@@ -22,14 +22,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["Cut", "Local", "MlaLatent", "Whole"]
+    Change = Callable[[Tensor, DeviceMesh], Tensor]
 
-
-class Whole(ParallelStyle):
-    """Leaves a module or parameter whole."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return module
+__all__ = ["Cut", "Local", "add_up", "divide", "sum_gradient", "sum_gradient_of_last"]
 
 
 class Cut(ParallelStyle):
@@ -46,9 +41,7 @@ class Cut(ParallelStyle):
         for key, placement in self.placements.items():
             whole = module._parameters.get(key)
             if whole is not None:
-                part = distribute_tensor(
-                    whole.detach(), device_mesh, [placement], src_data_rank=self.src_data_rank
-                )
+                part = distribute_tensor(whole.detach(), device_mesh, [placement], src_data_rank=None)
                 module._parameters[key] = nn.Parameter(part, requires_grad=whole.requires_grad)
         return module
 
@@ -56,29 +49,25 @@ class Cut(ParallelStyle):
 class Local(Cut):
     """Runs the module's forward on this rank's parts of its own parameters.
 
-    takes_whole: its inputs are the same on all ranks; their gradients are summed.
-    sums: what it returns is a part of a sum over the ranks.
-    divides: its inputs are divided by the number of ranks, for a later sum of what is the same on all.
+    inputs, outputs: what is done to each tensor of real numbers that goes in, or comes out.
     """
 
     def __init__(
         self,
         placements: Mapping[str, Placement] | None = None,
         *,
-        takes_whole: bool = False,
-        sums: bool = False,
-        divides: bool = False,
+        inputs: Change | None = None,
+        outputs: Change | None = None,
     ) -> None:
         super().__init__(placements or {})
-        self.takes_whole, self.sums, self.divides = takes_whole, sums, divides
+        self.inputs, self.outputs = inputs, outputs
         self._split: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, device_mesh)
         module.register_forward_pre_hook(partial(self._enter, device_mesh), with_kwargs=True)
         module.register_forward_hook(self._leave, always_call=True)
-        if self.sums:
-            module.register_forward_hook(lambda module, inputs, outputs: _each(_sum, outputs, device_mesh))
+        module.register_forward_hook(lambda module, inputs, out: _each(self.outputs, out, device_mesh))
         return module
 
     def _enter(self, mesh: DeviceMesh, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -86,42 +75,17 @@ class Local(Cut):
         own = {key: each for key, each in parameters.items() if isinstance(each, DTensor)}
         self._split[module] = own
         parameters.update({key: each.to_local() for key, each in own.items()})
-        if self.takes_whole:
-            args, kwargs = _each(sum_gradient, (args, kwargs), mesh)
-        if self.divides:
-            args, kwargs = _each(lambda tensor, mesh: tensor / mesh.size(), (args, kwargs), mesh)
-        return args, kwargs
+        return _each(self.inputs, (args, kwargs), mesh)
 
     def _leave(self, module: nn.Module, *call: Any) -> None:
         module._parameters.update(self._split.pop(module, {}))
 
 
-class MlaLatent(ParallelStyle):
-    """A whole Linear whose output is a latent vector and a key: multi-head latent attention.
+def _each(change: Change | None, values: Any, mesh: DeviceMesh) -> Any:
+    def changed(tensor: Tensor) -> Tensor:
+        return change(tensor, mesh) if change and tensor.is_floating_point() else tensor
 
-    Split layers take the latent, and sum its gradients. The key meets this rank's heads only.
-
-    width: of the key.
-    """
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width = width
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def complete(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-            latent, key = output.split([output.shape[-1] - self.width, self.width], dim=-1)
-            return torch.cat([latent, sum_gradient(key, device_mesh)], dim=-1)
-
-        module.register_forward_hook(complete)
-        return module
-
-
-def _each(function: Callable[[Tensor, DeviceMesh], Tensor], values: Any, mesh: DeviceMesh) -> Any:
-    def real(tensor: Tensor) -> Tensor:
-        return function(tensor, mesh) if tensor.is_floating_point() else tensor
-
-    return tree_map_only(torch.Tensor, real, values)
+    return tree_map_only(torch.Tensor, changed, values)
 
 
 def sum_gradient(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -130,6 +94,18 @@ def sum_gradient(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     return whole.to_local(grad_placements=[Partial()])
 
 
-def _sum(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+def sum_gradient_of_last(width: int, tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the same tensor; gradients of its last `width` columns are added up in backward."""
+    first, last = tensor.split([tensor.shape[-1] - width, width], dim=-1)
+    return torch.cat([first, sum_gradient(last, mesh)], dim=-1)
+
+
+def add_up(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the sum of all ranks' tensors."""
     part = DTensor.from_local(tensor, mesh, [Partial()], run_check=False)
     return part.redistribute(placements=[Replicate()]).to_local()
+
+
+def divide(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return this rank's share of a later sum of what is the same on all ranks."""
+    return tensor / mesh.size()
