@@ -109,11 +109,11 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
         converter=_names,
         help="Modules at which stages but the first begin; unset: the model's, or even cuts.",
     )
-    ep_modules: Sequence[str] = option(
-        ("experts", "*.experts"),
+    ep_modules: Sequence[str] | None = option(
+        None,
         converter=_names,
-        help="Patterns of the names of modules that are stacks of experts (parallelism.ep); none: there are"
-        " no experts.",
+        help="Patterns of names of modules that are stacks of experts (parallelism.ep); []: there are none."
+        " Unset: the modules that the model's ep_plan names, or all that are called experts.",
     )
     state_dict_type: str | None = option(
         None,

@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from accel_core import AccelError, ConfigError
 from accel_fsdp.classes import become
+from accel_fsdp.model_plan import words_of
 from accel_fsdp.naming import did_you_mean
 
 if TYPE_CHECKING:
@@ -31,9 +32,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Spread", "split", "spread"]
 
+EXPERTS: Final = ("experts", "*.experts")
+"""Names of experts in models that bring no plan of expert parallelism."""
 
-def spread(model: nn.Module, patterns: Sequence[str], mesh: DeviceMesh) -> None:
-    """Let tokens travel to the experts that `patterns` name.
+
+def spread(model: nn.Module, patterns: Sequence[str] | None, mesh: DeviceMesh) -> None:
+    """Let tokens travel to the experts that `patterns` name; None: the model's plan, or `EXPERTS`.
 
     Their weights are still whole.
 
@@ -41,7 +45,10 @@ def spread(model: nn.Module, patterns: Sequence[str], mesh: DeviceMesh) -> None:
         ConfigError: a pattern matches nothing, or something that is not a stack of experts `mesh` divides.
     """
     named = {name: module for name, module in model.named_modules() if name}
-    found = {name for name in named for pattern in patterns if fnmatchcase(name, pattern)}
+    planned = words_of(model, "ep_plan") if patterns is None else {}
+    found = {name for name, word in planned.items() if word == "ep_dispatch_experts"}
+    patterns = EXPERTS if patterns is None else patterns
+    found = found or {name for name in named for pattern in patterns if fnmatchcase(name, pattern)}
     if patterns and not found:
         raise ConfigError(
             f"fsdp.ep_modules: {', '.join(patterns)} match no module of this {type(model).__name__}"

@@ -6,18 +6,21 @@ different groups wait for each other, or compute with each other's weights.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from accel_core import AccelError
+from accel_core import AccelError, ConfigError
 from accel_fsdp.classes import forward_of
+from accel_fsdp.model_plan import places, words_of
 
 __all__ = ["of_classes", "own_blocks", "refuse_members_alone", "repeated_classes"]
+
+WORDS = ("free_full_weight", "keep_full_weight")
+"""The words of transformers' fsdp_plan: gathered for each use, or kept gathered after forward."""
 
 
 def own_blocks(model: nn.Module) -> list[nn.Module]:
@@ -89,17 +92,19 @@ def _of_plan(model: nn.Module) -> list[nn.Module]:
     The model has merged the plans of its config, of its class and of its children. Modules that the plan
     keeps gathered go with the model around the blocks, which torch keeps gathered too.
     """
-    plan: Any = getattr(model, "_fsdp_plan", None)  # wrappers such as PeftModel ask the model inside
-    if not isinstance(plan, Mapping):
-        return []
-    named = list(model.named_modules())
-    owner = next((f"{name}." for name, each in named[1:] if vars(each).get("_fsdp_plan") is plan), "")
-
-    def style(name: str) -> object:
-        name = name.removeprefix(owner)
-        return plan.get(name, plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)))
-
-    return [module for name, module in named[1:] if style(name) == "free_full_weight"]
+    words = words_of(model, "fsdp_plan")
+    unknown = {name: word for name, word in words.items() if word not in WORDS}
+    if unknown:
+        name, word = next(iter(unknown.items()))
+        raise ConfigError(
+            f"the fsdp_plan of {type(model).__name__} says {word!r} for {name}, which is not a known word\n"
+            f"choose among {', '.join(WORDS)}; or set fsdp.auto_wrap_policy"
+        )
+    return [
+        module
+        for name, (module, key) in places(model).items()
+        if key is None and module is not model and words.get(name) == "free_full_weight"
+    ]
 
 
 def _alike_members(model: nn.Module) -> list[nn.Module]:

@@ -80,6 +80,7 @@ class TensorParallel:
         _agree(model, mesh.get_group())
         for planned in plan:
             parallelize_module(planned.module, mesh, planned.style, src_data_rank=None)
+            planned.module.register_forward_hook(_give_no_views)
             if config.loss_parallel and planned.head:
                 planned.module.register_forward_pre_hook(self._require_context)
                 planned.module.register_forward_hook(self._whole_without_gradient)
@@ -87,7 +88,6 @@ class TensorParallel:
             module._parameters[key] = first[0]._parameters[first[1]]
         for module, key in frozen:  # torch's SequenceParallel makes new parameters, which train
             module._parameters[key].requires_grad_(False)  # type: ignore[union-attr]
-        model.register_forward_hook(_give_no_views)
         return model
 
     def _accept(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -152,8 +152,8 @@ class _Same(torch.autograd.Function):
 
 
 def _give_no_views(module: nn.Module, inputs: Any, outputs: Any) -> Any:
-    # A local part is a view of its DTensor: changed in place it would lose torch's hook that gathers the
-    # weights for backward, which torch warns of.
+    # A local part is a view of its DTensor, which torch refuses to change in place (Llama 4 adds experts to
+    # it), or which would lose the hook that gathers the weights for backward.
     def same(tensor: Tensor) -> Tensor:
         own = tensor._base is None or not tensor.requires_grad
         return tensor if own else _Same.apply(tensor)  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
 """Plans of tensor parallelism.
 
-Patterns of module names -> how the modules are split.
+Patterns of names of modules or parameters -> how they are split.
 
 A style is a word, a mapping `{style, input, output}` with layouts, or an object of
 torch.distributed.tensor.parallel. Everything is checked before anything is changed.
@@ -8,8 +8,10 @@ torch.distributed.tensor.parallel. Everything is checked before anything is chan
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from attrs import frozen
@@ -22,14 +24,18 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from accel_core import ConfigError
+from accel_fsdp.experts.stacks import Spread
+from accel_fsdp.model_plan import places, words_of
 from accel_fsdp.naming import did_you_mean
+from accel_fsdp.tensor.styles import Cut, Local, add_up, divide, sum_gradient, sum_gradient_of_last
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["Planned", "plan_of"]
+__all__ = ["WORDS", "Planned", "plan_of"]
 
 OPTION: Final = "tensor-parallel.parallelize_plan"
 LAYOUTS: Final[Mapping[str, Placement]] = {
@@ -45,19 +51,36 @@ WORDS: Final[Mapping[str, Mapping[str, str]]] = {
     "colwise_rep": {"style": "colwise", "output": "whole"},
     "colwise_gather_output": {"style": "colwise", "output": "whole"},
     "rowwise_rep": {"style": "rowwise", "input": "whole"},
+    "rowwise_split_input": {"style": "rowwise", "input": "whole"},
+    "packed_colwise": {"style": "packed_colwise"},
+    "packed_rowwise": {"style": "packed_rowwise"},
     "embedding_colwise": {"style": "colwise", "output": "whole"},
     "embedding_rowwise": {"style": "rowwise"},
     "sequence": {"style": "sequence"},
     "sequence_parallel": {"style": "sequence"},
     "gather": {"style": "gather", "input": "sequence"},
     "replicated_with_grad_allreduce": {"style": "parts"},
+    "replicate": {"style": "whole"},
+    "local_params": {"style": "local"},
+    "moe_tp_experts": {"style": "summed"},
+    "all_reduce": {"style": "summed"},
+    "moe_identity_expert": {"style": "divided"},
+    "mla_kv_a_proj": {"style": "mla"},
 }
-"""The words that plans are written in, transformers' among them."""
+"""The words that plans are written in: all of transformers' among them."""
+
+PACKED: Final = 2
+"""Weights that a packed one holds, one after the other: gates and values."""
+HEADS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "query_key_value"), "num_attention_heads"),
+    **dict.fromkeys(("k_proj", "v_proj"), "num_key_value_heads"),
+}
+"""Layers of attention -> the option of a config that says how many heads they have."""
 
 
 @frozen(eq=False)
 class Planned:
-    """A module and how it is split.
+    """A module, or one of its parameters, and how it is split.
 
     `head`: it gives whole logits, of which each rank computes a part.
     """
@@ -71,27 +94,33 @@ class Planned:
 def plan_of(
     model: nn.Module, given: Mapping[str, Any] | None, size: int, *, loss_parallel: bool
 ) -> list[Planned]:
-    """Modules to split, in the model's order.
+    """Modules and parameters to split, in the model's order.
 
     Raises:
         ConfigError: there is no plan, one of its patterns or styles means nothing here, a weight does
             not divide by `size`, tied weights would be parted, or there is no head to leave split.
     """
-    own = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}
-    named, may_be_whole = dict(model.named_modules()), "*" in (given or ())
-    for pattern in given or ():
-        if not may_be_whole and not any(fnmatchcase(name, pattern) for name in named):
+    known, may_be_whole = places(model), "*" in (given or ())
+    spread = {each for module in model.modules() if isinstance(module, Spread) for each in module.modules()}
+    own = {name: word for name, word in words_of(model, "tp_plan").items() if known[name][0] not in spread}
+    asked = dict(own)
+    for pattern, style in (given or {}).items():
+        names = [name for name in known if fnmatchcase(name, pattern)]
+        names = [name for name in names if known[name][1] is None] or names
+        if not names and not may_be_whole:
             raise ConfigError(
                 f"{OPTION}: {pattern!r} matches no module of this {type(model).__name__}"
-                f"{did_you_mean(pattern, named)}\n"
+                f"{did_you_mean(pattern, known)}\n"
                 "correct it; or add '*': null, if it is for another model of this run"
             )
-    plan = [*own.items(), *(given or {}).items()]
-    found = []
-    for name, module in named.items():
-        asked = [style for pattern, style in plan if fnmatchcase(name, pattern)]
-        if asked and asked[-1] is not None:
-            found.append(_planned(name, module, asked[-1], size, loss_parallel=loss_parallel))
+        asked.update(dict.fromkeys(names, style))
+        own = {name: word for name, word in own.items() if name not in names}
+    _refuse_mixed_weights(model, own)
+    found = [
+        _planned(model, name, place, asked[name], loss_parallel=loss_parallel)
+        for name, place in known.items()
+        if asked.get(name) is not None
+    ]
     if not found and may_be_whole:
         return []
     if not found:
@@ -104,23 +133,20 @@ def plan_of(
             "tensor-parallel.loss_parallel leaves split what the output layer gives, but the plan has no such"
             f" layer\ngive it the style colwise_rep in {OPTION}"
         )
+    _refuse_uneven(found, size)
     _refuse_parted(model, found)
     _refuse_parted_heads(model, found, size)
+    _refuse_whole_addends(found)
     return found
 
 
 def _refuse_parted_heads(model: nn.Module, found: list[Planned], size: int) -> None:
     """Refuse plans that cut a head, which transformers' attention views as whole."""
-    config = getattr(model, "config", None)
-    heads = {
-        "q_proj": "num_attention_heads",
-        "k_proj": "num_key_value_heads",
-        "v_proj": "num_key_value_heads",
-    }
     for planned in found:
-        option = heads.get(planned.name.rpartition(".")[2], "")
-        count = getattr(config, option, None)
-        if isinstance(count, int) and count % size and isinstance(planned.style, ColwiseParallel):
+        style, option = planned.style, HEADS.get(planned.name.rpartition(".")[2])
+        count = _setting(model, planned.name, option) if option else None
+        leaves_split = isinstance(style, ColwiseParallel) and style.output_layouts[0].is_shard()
+        if leaves_split and count and count % size:
             raise ConfigError(
                 f"{planned.name} is split over parallelism.tp {size}, but the model has"
                 f" {option} {count}, and no rank can have a part of a head\n"
@@ -128,41 +154,121 @@ def _refuse_parted_heads(model: nn.Module, found: list[Planned], size: int) -> N
             )
 
 
-def _planned(name: str, module: nn.Module, asked: Any, size: int, *, loss_parallel: bool) -> Planned:
-    if isinstance(asked, ParallelStyle):
-        _refuse_uneven(name, module, asked, size)
+def _refuse_mixed_weights(model: nn.Module, own: Mapping[str, Any]) -> None:
+    """Refuse a model's plan by which one rank has the gates, and another the values (Inkling)."""
+    for name, word in own.items():
+        if word == "colwise" and name.endswith("experts.gate_up_proj"):
+            raise ConfigError(
+                f"the tp_plan of {type(model).__name__} splits {name} colwise: if its gates come before its"
+                " values, one rank would have the gates and another the values\n"
+                f"say how they lie: {OPTION}: {{{name}: packed_colwise}}, or colwise if they alternate"
+            )
+
+
+def _refuse_whole_addends(found: list[Planned]) -> None:
+    """Refuse sums over ranks to which each rank would add a parameter that it has whole."""
+    cut = {(planned.module, key) for planned in found for key, _ in _cuts(planned.module, planned.style)}
+    sums = [each for each in found if isinstance(each.style, Local) and each.style.outputs is add_up]
+    for planned in sums:
+        for key, _ in planned.module.named_parameters(recurse=False):
+            if (planned.module, key) not in cut:
+                raise ConfigError(
+                    f"outputs of {planned.name} are summed over the ranks, and its {key} is whole on each\n"
+                    f"split it: {OPTION}: {{{planned.name}.{key}: colwise}}; or leave {planned.name} whole"
+                )
+
+
+def _setting(model: nn.Module, name: str, option: str) -> int | None:
+    """Return a number that the modules around a module, or their configs, have by this name: the nearest."""
+    parts = name.split(".")
+    for end in range(len(parts) - 1, -1, -1):
+        module = model.get_submodule(".".join(parts[:end]))
+        for holder in (module, getattr(module, "config", None)):
+            # A config whose layers differ in the option raises RuntimeError.
+            with suppress(RuntimeError):
+                if isinstance(count := getattr(holder, option, None), int):
+                    return count
+    return None
+
+
+def _planned(
+    model: nn.Module, name: str, place: tuple[nn.Module, str | None], asked: Any, *, loss_parallel: bool
+) -> Planned:
+    module, key = place
+    if isinstance(asked, ParallelStyle) and key is None:
         return Planned(name, module, asked, head=False)
     parts = WORDS.get(asked) if isinstance(asked, str) else asked
-    styles = ("colwise", "rowwise", "sequence", "gather", "parts")
-    known = {"style": styles, "input": LAYOUTS, "output": LAYOUTS}
-    if not isinstance(parts, Mapping) or any(parts[key] not in known.get(key, ()) for key in parts):
+    known = {"style": {word["style"] for word in WORDS.values()}, "input": LAYOUTS, "output": LAYOUTS}
+    if not isinstance(parts, Mapping) or any(parts[end] not in known.get(end, ()) for end in parts):
         raise ConfigError(
             f"{OPTION}: {asked!r} for {name} is not a known style\n"
             f"choose among {', '.join(WORDS)}; a mapping {{style: colwise, input: sequence, output: whole}}"
             f" of the layouts {', '.join(LAYOUTS)}; an object of torch.distributed.tensor.parallel; or null,"
             f" which leaves it whole: {OPTION}: {{{name}: null}}"
         )
+    if key is not None:
+        return Planned(
+            name, module, _style_of_parameter(name, module, key, parts.get("style", "")), head=False
+        )
     gives_whole = parts.get("style") == "colwise" and parts.get("output") == "whole"
     head = gives_whole and isinstance(module, nn.Linear)
-    style = _style(name, module, parts, split_output=head and loss_parallel)
-    _refuse_uneven(name, module, style, size)
+    style = _style(model, name, module, parts, split_output=head and loss_parallel)
     return Planned(name, module, style, head=head)
 
 
-def _style(name: str, module: nn.Module, parts: Mapping[str, str], *, split_output: bool) -> ParallelStyle:
-    kind = parts.get("style")
-    enters, leaves = (LAYOUTS.get(parts.get(end, "")) for end in ("input", "output"))
-    if kind == "sequence":
-        return SequenceParallel()
-    if kind == "parts":  # a norm of heads; torch must know that it sees a part, but not along which dimension
-        return SequenceParallel(sequence_dim=0, use_local_output=True)
-    if kind == "gather":
-        return PrepareModuleInput(input_layouts=enters or Shard(1), desired_input_layouts=Replicate())
-    if not isinstance(module, (nn.Linear, nn.Embedding)):
+def _style_of_parameter(name: str, module: nn.Module, key: str, kind: str) -> ParallelStyle:
+    """Return the style of a parameter: (..., output, input), or the values of the outputs."""
+    dims = module.get_parameter(key).dim()
+    rows, columns = max(dims - 2, 0), max(dims - 1, 0)
+    styles: dict[str, Mapping[str, Placement]] = {
+        "colwise": {key: Shard(rows)},
+        "rowwise": {key: Shard(columns)},
+        "packed_colwise": {key: _StridedShard(rows, split_factor=PACKED)},
+        "packed_rowwise": {key: _StridedShard(columns, split_factor=PACKED)},
+        "whole": {},
+    }
+    if kind not in styles:
         raise ConfigError(
-            f"{OPTION}: {name} is a {type(module).__name__}, and only Linear and Embedding are split {kind}\n"
-            "leave it out, or give an object of torch.distributed.tensor.parallel that can split it"
+            f"{OPTION}: {name} is a parameter, which cannot be {kind}\n"
+            f"choose among {', '.join(styles).replace('whole', 'replicate')}"
         )
+    return Cut(styles[kind])
+
+
+def _style(
+    model: nn.Module, name: str, module: nn.Module, parts: Mapping[str, str], *, split_output: bool
+) -> ParallelStyle:
+    kind = parts.get("style", "")
+    enters, leaves = (LAYOUTS.get(parts.get(end, "")) for end in ("input", "output"))
+    has_own = any(parameter is not None for parameter in module._parameters.values())
+    of_any_module: dict[str, Callable[[], ParallelStyle]] = {
+        "sequence": SequenceParallel,
+        # A norm of heads; torch must know that it sees a part, but not along which dimension.
+        "parts": lambda: SequenceParallel(sequence_dim=0, use_local_output=True),
+        "gather": lambda: PrepareModuleInput(
+            input_layouts=enters or Shard(1), desired_input_layouts=Replicate()
+        ),
+        "whole": lambda: Cut({}),
+        "local": Local,
+        "divided": lambda: Local(inputs=divide),
+        # Layers inside the module that are split sum the gradients of their inputs by themselves.
+        "summed": lambda: Local(inputs=sum_gradient if has_own else None, outputs=add_up),
+        # A latent vector, for layers that are split, and then a key, which meets this rank's heads only.
+        "mla": lambda: Local(outputs=partial(sum_gradient_of_last, _width_of_key(model, name))),
+    }
+    if kind in of_any_module:
+        return of_any_module[kind]()
+    inner = any("." in key for key, _ in module.named_parameters())  # a norm, for example
+    if not isinstance(module, (nn.Linear, nn.Embedding)) or inner or kind == "packed_rowwise":
+        raise ConfigError(
+            f"{OPTION}: {name} is a {type(module).__name__}{' with weights inside' if inner else ''}, and"
+            f" only Linear and Embedding are split {kind}\n"
+            f"leave it whole: {OPTION}: {{{name}: null}}; or give an object of"
+            " torch.distributed.tensor.parallel that can split it"
+        )
+    if kind == "packed_colwise":
+        packed = _StridedShard(0, split_factor=PACKED)
+        return Local({"weight": packed, "bias": packed}, inputs=sum_gradient)
     if kind == "colwise":
         if split_output:
             return ColwiseParallel(input_layouts=enters, use_local_output=False)
@@ -171,25 +277,41 @@ def _style(name: str, module: nn.Module, parts: Mapping[str, str], *, split_outp
     return RowwiseParallel(input_layouts=enters or whole, output_layouts=leaves)
 
 
-def _refuse_uneven(name: str, module: nn.Module, style: ParallelStyle, size: int) -> None:
-    for key, dim in _cuts(module, style):
-        tensor = module._parameters.get(key)
-        if tensor is not None and tensor.shape[dim] % size:
-            raise ConfigError(
-                f"{name}.{key} of shape {tuple(tensor.shape)} is split along dimension {dim}, and"
-                f" {tensor.shape[dim]} is not a multiple of parallelism.tp {size}\n"
-                f"choose a size that divides it, or leave it whole: {OPTION}: {{{name}: null}}"
-            )
+def _width_of_key(model: nn.Module, name: str) -> int:
+    width = _setting(model, name, "qk_rope_head_dim")
+    if width is None:
+        raise ConfigError(
+            f"{OPTION}: mla_kv_a_proj for {name} needs qk_rope_head_dim, and no config of this"
+            f" {type(model).__name__} has it\nset it, or leave the layer whole: {OPTION}: {{{name}: null}}"
+        )
+    return width
 
 
-def _cuts(module: nn.Module, style: ParallelStyle) -> Iterator[tuple[str, int]]:
-    """Parameters of the module and the dimension along which the style splits them."""
+def _refuse_uneven(found: list[Planned], size: int) -> None:
+    for planned in found:
+        for key, placement in _cuts(planned.module, planned.style):
+            tensor, dim = planned.module._parameters.get(key), placement.dim
+            pieces = getattr(placement, "split_factor", 1)
+            if tensor is not None and tensor.shape[dim] % (size * pieces):
+                name = f"{planned.name.removesuffix(f'.{key}')}.{key}"
+                raise ConfigError(
+                    f"{name} of shape {tuple(tensor.shape)} is split along"
+                    f" dimension {dim}, and {tensor.shape[dim]} is not a multiple of"
+                    f" {f'{pieces} packed weights x ' if pieces > 1 else ''}parallelism.tp {size}\n"
+                    f"choose a size that divides it, or leave it whole: {OPTION}: {{{planned.name}: null}}"
+                )
+
+
+def _cuts(module: nn.Module, style: ParallelStyle) -> Iterator[tuple[str, Any]]:
+    """Yield the parameters of the module that the style splits, and how it lays them out."""
     embeds = isinstance(module, nn.Embedding)
     if isinstance(style, ColwiseParallel):
-        yield "weight", 1 if embeds else 0
-        yield "bias", 0
+        yield "weight", Shard(1 if embeds else 0)
+        yield "bias", Shard(0)
     elif isinstance(style, RowwiseParallel):
-        yield "weight", 0 if embeds else 1
+        yield "weight", Shard(0 if embeds else 1)
+    elif isinstance(style, Cut):
+        yield from style.placements.items()
 
 
 def _refuse_parted(model: nn.Module, found: list[Planned]) -> None:
@@ -197,10 +319,10 @@ def _refuse_parted(model: nn.Module, found: list[Planned]) -> None:
 
     It would become two.
     """
-    cut: dict[tuple[nn.Module, str], int] = {
-        (planned.module, key): dim for planned in found for key, dim in _cuts(planned.module, planned.style)
+    cut = {
+        (planned.module, key): how for planned in found for key, how in _cuts(planned.module, planned.style)
     }
-    first: dict[nn.Parameter, tuple[str, int | None]] = {}
+    first: dict[nn.Parameter, tuple[str, Any]] = {}
     for prefix, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is None:
