@@ -65,6 +65,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "_dispatched": "a mark of ours, on the user's model",
         "_purges_accelerate": "a mark of ours, on a function of ours",
         "register_parameter": "init_empty_weights replaces it for its context, as Accelerate's does",
+        "_is_distributed_loading_by_transformers": "adopt() is asked to change transformers' mark of a model",
         "_is_hf_initialized": "transformers' own mark of weights that need no first values",
         "_modules": "of a copy of the user's module",
         "_orig_mod": "of torch.compile's wrapper: what it wraps was unwrapped inside",
