@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
@@ -18,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
+from accel_fsdp.model_plan import places, words_of
 from accel_fsdp.sharding.accumulated import param_groups
 
 if TYPE_CHECKING:
@@ -71,14 +71,10 @@ def sums_in_backward(model: nn.Module) -> list[str]:
 
     Norms of heads, as in Qwen 3. transformers sums `parameter.grad`, which has earlier micro-batches too.
     """
-    plan: Any = getattr(model, "tp_plan", None) or {}
-    patterns = [pattern for pattern, style in plan.items() if style == "replicated_with_grad_allreduce"]
-    return [
-        name
-        for name, module in model.named_modules()
-        if patterns and "forward" in vars(module)
-        if any(fnmatchcase(name, f"*{pattern}") for pattern in patterns)
-    ]
+    known = places(model)
+    words = words_of(model, "tp_plan").items()
+    summed = [name for name, word in words if word == "replicated_with_grad_allreduce"]
+    return [name for name in summed if "forward" in vars(known[name][0])]
 
 
 def unmanaged(model: nn.Module) -> list[nn.Parameter]:
