@@ -6,6 +6,7 @@ import warnings
 from functools import partial
 
 import grid_job
+import split_job
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -100,6 +101,13 @@ def all_of(function, names, *arguments):
     # Dynamo reads it of gathered weights.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     return {name: getattr(grid_job, function)(name, *arguments) for name in names}
+
+
+def continued(sizes, folder, saves):
+    """Losses after the third step, where a run saves or loads its state, and the last weights."""
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    case = {"sizes": sizes, "plan": None, "model": "Mixtral", "optimizer": "adamw"}
+    return split_job.continued(case, folder, saves)
 
 
 # -- a model for each word ------------------------------------------------------------------------

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
 
-from accel_core import AccelError
+from accel_core import AccelError, ConfigError
 from accel_fsdp import FullyShardedDataParallelPlugin
 from accel_fsdp.sharding.wrapping import groups
 
@@ -44,6 +45,30 @@ class Planned(GPT):
 
 def test_a_plan_of_transformers_names_the_groups_and_keeps_what_it_keeps_with_the_model() -> None:
     assert names(Planned(tied=False)) == ["blocks.0", "blocks.1", "blocks.2", "tokens", "head", ""]
+
+
+def gathered() -> dict[str, bool]:
+    """Parameters of a model by a plan -> whether they are whole after a forward."""
+    run = accelerator()
+    model = run.prepare(Planned(tied=False))
+    model(torch.zeros(1, 4, dtype=torch.int64))
+    found = {name: not isinstance(each, DTensor) for name, each in model.named_parameters()}
+    run.end_training()
+    return found
+
+
+def test_what_a_plan_keeps_is_not_sharded_again_after_a_forward(run_processes: Any) -> None:
+    for found in run_processes(gathered, world=2):
+        assert found["norm.weight"]
+        assert not found["tokens.weight"]
+        assert not any(whole for name, whole in found.items() if name.startswith("blocks"))
+
+
+def test_a_word_that_no_release_has_in_its_plan_is_refused() -> None:
+    model = Planned()
+    model._fsdp_plan["norm"] = "keep_half_weight"
+    with pytest.raises(ConfigError, match=r"says .keep_half_weight. for norm.*\nchoose among free_full"):
+        names(model)
 
 
 def test_a_tied_embedding_and_head_are_one_group() -> None:

@@ -66,3 +66,15 @@ def test_a_plan_of_experts_names_the_modules_to_spread(names, run_processes):
 @pytest.mark.parametrize("sizes", [{"dp_shard": 2, "tp": 2}, {"tp": 2, "ep": 2}], ids=["sharded", "spread"])
 def test_plans_go_with_other_dimensions(sizes, run_processes):
     assert_as_plain(train(run_processes, ["Mixtral", "DeepseekV3"], sizes, world=4))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp_shard": 2}, {}], ids=["split", "sharded", "one"])
+def test_packed_weights_are_saved_and_go_on_with_other_parts(sizes, tmp_path, run_processes):
+    folder = str(tmp_path / "state")
+    before = run_processes(plan_job.continued, {"tp": 2}, folder, True, world=2)
+    after = run_processes(plan_job.continued, sizes, folder, False, world=2 if sizes else 1)
+    for losses, weights in (*before, *after):
+        assert losses == pytest.approx(before[0][0], abs=1e-5)
+        for key, value in before[0][1].items():
+            torch.testing.assert_close(weights[key], value, rtol=0, atol=1e-5)
