@@ -55,10 +55,10 @@ def by_hand(model, *, replicate=1, **options):
     return fully_shard(model, mesh=mesh, **options)
 
 
-def train(model, optimizer, loader, accelerator=None):
+def train(model, optimizer, loader, accelerator=None, epochs=EPOCHS):
     """Losses of windows and norms, in plain torch or with an Accelerator."""
     losses, norms = [], []
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         for number, (words, following) in enumerate(loader):
             loss = grid_job.loss_of(model, words, following)
             losses.append(loss.item())
@@ -107,6 +107,30 @@ def adopted(environment, adapted=False, options=None):
     lines = accelerator.explain()
     accelerator.end_training()
     return losses, norms, weights, sharded, unused, lines
+
+
+def half(environment, options, *, load=None, save=None):
+    """Losses and norms of an epoch, of a model that was sharded by hand; without options, by nobody."""
+    os.environ.update(environment, ACCEL__GRADIENT_ACCUMULATION_STEPS=str(WINDOW))
+    accelerator = Accelerator(cpu=True)
+    model = made() if options is None else by_hand(made(), **options)
+    loader = DataLoader(data(), BATCH // accelerator.num_processes)
+    model, optimizer, loader = accelerator.prepare(model, optimizer_of(model), loader)
+    if load:
+        accelerator.load_state(load)
+    found = train(model, optimizer, loader, accelerator, epochs=1)
+    if save:
+        accelerator.save_state(save)
+    accelerator.end_training()
+    return found
+
+
+def begun(environment, options, folder):
+    return half(environment, options, save=folder)
+
+
+def resumed(environment, options, folder):
+    return half(environment, options, load=folder)
 
 
 def refused(environment, kind):

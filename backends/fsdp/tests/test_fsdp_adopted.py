@@ -36,6 +36,22 @@ def test_replicas_of_shards_need_no_setting(run_processes):
     same(run_processes(adopted_job.adopted, FSDP, False, {"replicate": 2}, world=4), adopted_job.plain())
 
 
+@pytest.mark.full
+def test_its_state_goes_on_in_one_process_and_however_it_is_sharded(tmp_path, run_processes):
+    losses, norms, _ = adopted_job.plain()
+    folder = str(tmp_path / "state")
+    run_processes(adopted_job.begun, FSDP, {}, folder, world=2)
+    for world, environment, options in (
+        (1, {}, None),
+        (2, FSDP, None),
+        (2, FSDP, {"reshard_after_forward": False}),
+        (4, FSDP, {"replicate": 2}),
+    ):
+        for mine in run_processes(adopted_job.resumed, environment, options, folder, world=world):
+            assert mine[0] == pytest.approx(losses[len(losses) // 2 :], rel=1e-9)
+            assert mine[1] == pytest.approx(norms[len(norms) // 2 :], rel=1e-9)
+
+
 REFUSED = {
     "fsdp 1": (FSDP | {"ACCEL__FSDP__FSDP_VERSION": "1"}, "", "set fsdp.fsdp_version: 2"),
     "ignored modules": (
