@@ -49,7 +49,7 @@ class Cut(ParallelStyle):
 class Local(Cut):
     """Runs the module's forward on this rank's parts of its own parameters.
 
-    inputs, outputs: what is done to each tensor of real numbers that goes in, or comes out.
+    inputs, outputs: change of each floating-point tensor that goes into the module, or comes out.
     """
 
     def __init__(
@@ -107,5 +107,5 @@ def add_up(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def divide(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return this rank's share of a later sum of what is the same on all ranks."""
+    """Return this rank's share of a tensor that is the same on all ranks and is summed later."""
     return tensor / mesh.size()
