@@ -282,11 +282,28 @@ class Accelerator(Ranks, Training, States):
         return prepared
 
     def prepare_data_loader(
-        self, data_loader: DataLoader[Any], device_placement: bool | None = None
+        self,
+        data_loader: Any,
+        device_placement: bool | None = None,
+        *,
+        already_sharded: bool | None = None,
     ) -> PreparedLoader:
-        """Prepare one dataloader."""
+        """Prepare one dataloader.
+
+        Args:
+            data_loader: a DataLoader, or a loader of a library that a plugin knows.
+            device_placement: whether batches are moved to the device; None: the run's setting.
+            already_sharded: whether each process's loader has its own part of the data; None: the option
+                `data.already_sharded`.
+        """
         places = None if device_placement is None else [device_placement]
-        prepared: PreparedLoader = self.prepare(data_loader, device_placement=places)
+        prepared: PreparedLoader
+        if already_sharded is None:
+            prepared = self.prepare(data_loader, device_placement=places)
+        else:
+            from accel_core.training.prepare import prepare  # late: start-up need not wait for it
+
+            (prepared,) = prepare(self.run, [data_loader], placement=places, already_sharded=already_sharded)
         return prepared
 
     def unwrap_model(

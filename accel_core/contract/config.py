@@ -130,6 +130,9 @@ class DataLoaderConfiguration:
     data_seed: int | None = option(
         None, only_with="use_seedable_sampler", help="Seed of the seedable sampler (only); unset: torch's."
     )
+    already_sharded: bool | None = option(
+        None, help="Each process's dataset has its own part of the data. Unset: where a library says so."
+    )
     non_blocking: bool = option(False, help="Copy batches without waiting, pinned or not; pinned: always.")
     use_stateful_dataloader: bool = option(
         False, help="Use torchdata's loader, whose datasets may know their own position."

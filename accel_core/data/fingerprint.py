@@ -7,7 +7,10 @@ from typing import Any
 from zlib import crc32
 
 import numpy as np
+from torch import Tensor
 from torch.utils.data import Dataset
+
+from accel_core.distributed.nested import recursively_apply
 
 
 def fingerprint(dataset: Any) -> str:
@@ -23,6 +26,11 @@ def fingerprint(dataset: Any) -> str:
     except Exception:  # the dataset's own code
         return ""
     return words if checksum is None else f"{words} chosen by indices {checksum:08x}"
+
+
+def fingerprint_of_batch(batch: Any) -> int:
+    """Return a checksum of a batch's numbers and text."""
+    return crc32(repr(recursively_apply(Tensor.tolist, batch)).encode()) if batch else 0
 
 
 def _indices_in(dataset: Any) -> Iterator[bytes]:

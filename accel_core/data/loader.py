@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import count, islice
+from itertools import chain, count, islice, repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,15 +13,16 @@ from attrs import evolve
 from torch.utils.data import DataLoader
 
 from accel_core.data.dispatch import dispatched, rounds_of_iterable, rounds_of_samples
-from accel_core.data.fingerprint import fingerprint
+from accel_core.data.fingerprint import fingerprint, fingerprint_of_batch
 from accel_core.data.host_batches import HostBatches
-from accel_core.data.options import LoaderPlan, plan_loader
+from accel_core.data.options import LoaderPlan, SharedBy, plan_loader
 from accel_core.data.position import Cursor, Position, Progress, decode, encode
 from accel_core.data.prefetch import Placement, placement_of
-from accel_core.data.sharding import NO_PADDING, with_last
+from accel_core.data.sharding import NO_PADDING, PARTIAL_ROUND, with_last
 from accel_core.data.shuffling import drawn_seed
 from accel_core.data.uneven import checking_forwards
 from accel_core.data.workers import iterate
+from accel_core.distributed.exchange import collective_call, is_debugging
 from accel_core.distributed.logging import get_logger
 from accel_core.distributed.random import synchronize_rng_states
 from accel_core.errors import CheckpointError
@@ -50,7 +51,11 @@ class PreparedLoader(DataLoader[Any]):
     _is_told: bool
     _placement: Placement | None
 
-    def __init__(self, loader: DataLoader[Any], run: Run, device_placement: bool = True) -> None:
+    def __init__(
+        self, loader: Any, run: Run, device_placement: bool = True, already_sharded: bool | None = None
+    ) -> None:
+        source = run.hooks.data_source(loader, run.topology)
+        loader = loader if source is None else source.loader
         # Without workers, reading ahead would draw random numbers of this process too early.
         ahead, pinned = loader.num_workers > 0, bool(loader.pin_memory) and can_pin(run.device)
         # Not DataLoader.__init__, which would check arguments and draw defaults a second time.
@@ -58,7 +63,7 @@ class PreparedLoader(DataLoader[Any]):
             loader.__dict__,
             _iterator=None,
             _run=run,
-            _plan=plan_loader(loader, run),
+            _plan=plan_loader(loader, run, source, already_sharded),
             _cursor=Cursor(),
             _skip=0,
             _skipped=0,
@@ -131,7 +136,18 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def total_batch_size(self) -> int | None:
         """Number of samples that all readers take per round; None if batches have no fixed size."""
-        return self._plan.sharding.samples
+        samples = self._plan.sharding.samples
+        return samples and samples * (self._run.topology.readers if self.shared_by == "dataset" else 1)
+
+    @property
+    def shared_by(self) -> SharedBy:
+        """What shares out the data between readers."""
+        return self._plan.shared_by
+
+    @property
+    def shared_because(self) -> str:
+        """The reason for `shared_by`, for people."""
+        return self._plan.reason
 
     @property
     def total_dataset_length(self) -> int:
@@ -141,7 +157,7 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def data_in_words(self) -> str:
         """Fingerprint of the dataset, equal on all ranks that read shares of it; "" if unknown."""
-        if self._plan.dispatches or self._plan.sampler is None:
+        if self.shared_by != "index" or self._plan.sampler is None:
             return ""
         return fingerprint(self.dataset)
 
@@ -222,7 +238,8 @@ class PreparedLoader(DataLoader[Any]):
             CheckpointError: the loader cannot continue from the position; the message names the change.
         """
         here = self._position()
-        position = Position(**{**state, "dealt": tuple(state["dealt"])})
+        share = tuple(state.get("share", ()))
+        position = Position(**{**state, "dealt": tuple(state["dealt"]), "share": share})
         if position.kind != here.kind:
             raise CheckpointError(
                 f"a dataloader was saved as {position.kind!r}, but the one prepared here is {here.kind!r}\n"
@@ -275,7 +292,7 @@ class PreparedLoader(DataLoader[Any]):
         progress = cursor.begin(skipped * plan.units_per_round)
         if not progress.begun:
             synchronize_rng_states(plan.synchronized, run=self._run)
-        _set_epoch(progress.epoch, self.dataset, self.sampler, self.batch_sampler)
+        _set_epoch(progress.epoch, plan.inner, self.dataset, self.sampler, self.batch_sampler)
         if plan.epoch is not None:
             plan.epoch.fill_(progress.epoch)
         batches = self._read(progress, skipped)
@@ -283,6 +300,8 @@ class PreparedLoader(DataLoader[Any]):
             pin = self.pin_memory and torch.accelerator.is_available()
             batches = dispatched(self._run, progress, batches, pin=pin)
         assert batches is not None
+        if plan.meets and is_debugging():
+            batches = self._compared(batches, progress)
         return progress, batches
 
     def _timed(self, batches: Iterator[Any], progress: Progress) -> Any:
@@ -316,7 +335,14 @@ class PreparedLoader(DataLoader[Any]):
         if plan.sampler is not None:
             plan.sampler.progress = progress
             batches = self._iterate_inner(draws)
-            return rounds_of_samples(batches, progress, plan.sharding.readers) if plan.dispatches else batches
+            if plan.dispatches:
+                return rounds_of_samples(batches, progress, plan.sharding.readers)
+            if not plan.meets:
+                return batches
+            if plan.sampler.batch_size is None or plan.length is None:  # how many batches is not certain
+                return self._own_share(zip(batches, repeat(None)), progress)
+            self._note_ends(progress, plan.sampler.batches_from(progress.start))
+            return batches
         left_out = progress.start // share
         if plan.kind == "stateful":
             left_out = skipped
@@ -352,11 +378,20 @@ class PreparedLoader(DataLoader[Any]):
     def _own_share(self, stated: Iterator[tuple[Any, Any]], progress: Progress) -> Iterator[Any]:
         """Yield an iterable dataset's batches, reading one item ahead to find the end.
 
-        `stated` has pairs (item of the inner loader, the loader's state after the item).
+        `stated` has pairs (item of the inner loader, the loader's state after the item). Readers of data that
+        shares itself out tell each other whether they have a next batch, until one of them has none.
         """
-        sharded = self._plan.is_sharded_iterable
+        sharded, meets, number, others = self._plan.is_sharded_iterable, self._plan.meets, 0, [True]
+        progress.ends = 0 if meets else progress.ends
         for number, ((item, state), last) in enumerate(with_last(stated), start=1):
             (batch,), real_samples = item if sharded else ((item,), NO_PADDING)
+            if meets and number == 1:
+                others = self._exchange(progress, 1, True)
+            if not all(others):
+                meets, real_samples = False, PARTIAL_ROUND
+            elif meets:
+                others = self._exchange(progress, number + 1, not last)
+                progress.ends = 0 if any(others) else number
             if real_samples != NO_PADDING:
                 progress.padded[number] = real_samples
             if last:
@@ -364,6 +399,33 @@ class PreparedLoader(DataLoader[Any]):
             if state is not None:
                 progress.states[number] = state
             yield batch
+        if meets and not number:
+            self._exchange(progress, 1, False)
+
+    def _note_ends(self, progress: Progress, batches: int) -> None:
+        """Compare the numbers of batches that are left to the readers of data that shares itself out."""
+        everyone = self._exchange(progress, 0, batches)
+        progress.ends = batches if min(everyone) == max(everyone) else 0
+        progress.padded |= dict.fromkeys(range(min(everyone) + 1, batches + 1), PARTIAL_ROUND)
+
+    def _exchange(self, progress: Progress, number: int, value: Any) -> list[Any]:
+        """Return every rank's value about a batch of an epoch of data that shares itself out. Collective."""
+        doing = f"batch {number} of epoch {progress.epoch} (already_sharded)"
+        with collective_call(self._run, "world", doing, None, objects=True) as call:
+            return call.all_objects(value)
+
+    def _compared(self, batches: Iterator[Any], progress: Progress) -> Iterator[Any]:
+        """Yield the batches; warn if the readers' first ones are equal, which shares cannot be."""
+        first = [*islice(batches, 1)]
+        if len({*(said := self._exchange(progress, 0, fingerprint_of_batch(first)))}) == 1 and said[0]:
+            _logger.warning(
+                "all %d readers have the same first batch of %s, which is said to share itself out (%s): if"
+                " it does not, leave already_sharded unset",
+                self._run.topology.readers,
+                type(self.dataset).__name__,
+                self._plan.reason,
+            )
+        yield from chain(first, batches)
 
     def _hand_out(self, batches: Iterator[Any], progress: Progress) -> Generator[Any]:
         active, cursor, finished = self._run.active_loaders, self._cursor, False
@@ -456,12 +518,15 @@ class PreparedLoader(DataLoader[Any]):
             following=max(cursor.following, progress.epoch + 1),
             consumed=consumed if length is None else min(consumed, length),
             length=length,
-            dealt=(
+            dealt=()
+            if plan.resumes_anywhere
+            else (
                 sharding.batches,
                 self.batch_size or 1,
                 self.num_workers,
                 plan.dispatches and plan.kind == "stateful",
             ),
+            share=plan.share,
             sampler="" if plan.sampler is None else plan.shuffle.name,
             drawn=progress.drawn,
             generators={role: encode(generator.get_state()) for role, generator in plan.generators.items()},
@@ -471,13 +536,19 @@ class PreparedLoader(DataLoader[Any]):
         )
 
 
-def prepare_loader(loader: DataLoader[Any], run: Run, device_placement: bool = True) -> PreparedLoader:
+def prepare_loader(
+    loader: Any, run: Run, device_placement: bool = True, already_sharded: bool | None = None
+) -> PreparedLoader:
     """Return this rank's loader: its reader's share, on the run's device. Call it on all ranks.
+
+    `already_sharded` stands for the option of section `data`, unless it is None.
 
     Raises:
         ConfigError: a `data` setting does not work with this loader; the message names the setting.
     """
-    return loader if isinstance(loader, PreparedLoader) else PreparedLoader(loader, run, device_placement)
+    if isinstance(loader, PreparedLoader):
+        return loader
+    return PreparedLoader(loader, run, device_placement, already_sharded)
 
 
 def _set_epoch(epoch: int, *holders: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from attrs import frozen
@@ -17,14 +17,22 @@ from accel_core.data.sharding import Sharding
 from accel_core.data.shuffling import MODULUS, Shuffle
 from accel_core.data.stateful import ShardedIterable, is_stateful, stateful
 from accel_core.distributed.exchange import collective_call
+from accel_core.distributed.logging import get_logger
 from accel_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from accel_core.contract.config import DataLoaderConfiguration
+    from accel_core.contract.data import DataSource
     from accel_core.contract.run import Run
     from accel_core.contract.world import Topology
+
+_logger = get_logger(__name__)
+
+SharedBy = Literal["index", "rank0", "every", "dataset"]
+"""What shares out the data: an index that core cuts, the process that reads for all, each reader, which reads
+everything and keeps its share, or the data itself."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -32,12 +40,15 @@ class LoaderPlan:
     """The plan by which one of the user's loaders is read.
 
     Attributes:
+        shared_by: what shares out the data.
+        reason: the reason for `shared_by`, for people.
+        resumes_anywhere: any number of readers can continue from the inner loader's state.
+        topology: this reader, of all readers.
         kind: the unit in which its position counts (see `Position`).
         inner: a loader of the user's class, whose order is replaced by the run's.
         shuffle: the source of the order.
         sampler: replaces the loader's (batch) sampler, for map-style data. Never replaced itself: persistent
             workers keep the first one that they got.
-        dispatches: one process reads for all.
         reads: this process reads, for itself or for all.
         seed_workers: returns this rank's seed for the workers of an epoch, given the seed that the rank has
             drawn; None if the drawn seed is used. Collective if several ranks read the same samples.
@@ -46,12 +57,15 @@ class LoaderPlan:
             None.
     """
 
+    shared_by: SharedBy
+    reason: str
+    resumes_anywhere: bool
+    topology: Topology
     kind: Kind
     inner: DataLoader[Any]
     _sharding: Sharding
     shuffle: Shuffle
     sampler: ShardedSampler | None
-    dispatches: bool
     reads: bool
     seed_workers: Callable[[int], int] | None
     synchronized: tuple[str, ...]
@@ -61,6 +75,22 @@ class LoaderPlan:
     def sharding(self) -> Sharding:
         """The sharding of rounds, with the padding that `PreparedLoader.padding` has set."""
         return self._sharding if self.sampler is None else self.sampler.sharding
+
+    @property
+    def dispatches(self) -> bool:
+        """True if one process reads for all."""
+        return self.shared_by == "rank0"
+
+    @property
+    def meets(self) -> bool:
+        """True if readers have to find out whether all of them have a batch."""
+        return self.shared_by == "dataset" and self.topology.readers > 1
+
+    @property
+    def share(self) -> tuple[int, ...]:
+        """(reader, readers) if the data shares itself out, and no other reader can continue; else empty."""
+        is_own = self.meets and not self.resumes_anywhere
+        return (self.topology.reader, self.topology.readers) if is_own else ()
 
     @property
     def is_sharded_iterable(self) -> bool:
@@ -102,21 +132,30 @@ class LoaderPlan:
         return ShareWorker(value) if self.is_sharded_iterable and name == "worker_init_fn" else value
 
 
-def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
+def plan_loader(
+    loader: DataLoader[Any], run: Run, source: DataSource | None = None, already_sharded: bool | None = None
+) -> LoaderPlan:
     """Return the plan by which this rank reads the loader. Call it on all ranks.
+
+    Args:
+        loader: the user's loader, or the one that stands for it in `source`.
+        run: the run that reads.
+        source: what a plugin knows of the loader's library.
+        already_sharded: as in `DataLoaderConfiguration`.
 
     Raises:
         ConfigError: a setting does not work with this loader; the message names the setting.
     """
     data, topology, control = run.config.data, run.topology, run.collectives("control")
     iterable = isinstance(loader.dataset, IterableDataset)
-    # Iterable datasets by default: their random order may differ between processes.
-    wanted = iterable if data.dispatch_batches is None else data.dispatch_batches
-    dispatches = wanted and control.size > 1
     batches = _batch_sampler(loader)
     is_cut = _cuts(batches)
-    _check(loader, batches, data, topology.readers, iterable=iterable)
-    sharding = _sharding(loader if iterable else batches, data, topology, iterable=iterable)
+    _check(loader)
+    shared_by, reason = _shared_by(loader, batches, run, source, already_sharded)
+    itself, dispatches = shared_by == "dataset", shared_by == "rank0"
+    _check_split(loader if iterable else batches, data, topology.readers, itself=itself)
+    reader, readers = (0, 1) if itself else (topology.reader, topology.readers)
+    sharding = _sharding(loader if iterable else batches, data, reader, readers, iterable=iterable)
     wants_torchdata = data.use_stateful_dataloader and not is_stateful(loader)
     inner = stateful(loader) if wants_torchdata else copy.copy(loader)
     inner.__dict__["_iterator"] = None
@@ -124,7 +163,10 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
     shuffle = Shuffle(
         # A user's own batch sampler makes the order itself: the loader's sampler is not used.
         items=loader.sampler if batches is None else batches.sampler if is_cut else batches,
-        agree=None if dispatches or control.size == 1 else _agreement(run, loader),
+        # Data that shares itself out has an order per reader, on which only ranks of the same reader agree.
+        agree=None
+        if dispatches or control.size == (topology.readers if itself else 1)
+        else _agreement(run, loader),
         seedable=data.use_seedable_sampler,
         data_seed=data.data_seed,
     )
@@ -142,20 +184,83 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
     elif sharding.readers > 1 or dispatches:
         inner.__dict__.update(_shards(inner, sharding, everyone=dispatches, stateful=kind == "stateful"))
     return LoaderPlan(
+        shared_by=shared_by,
+        reason=reason,
+        resumes_anywhere=source is not None and source.resumes_anywhere,
+        topology=topology,
         kind=kind,
         inner=inner,
         sharding=sharding,
         shuffle=shuffle,
         sampler=sampler,
-        dispatches=dispatches,
         reads=not dispatches or control.rank == SOURCE,
         seed_workers=None
-        if shuffle.agree is None
-        else _worker_seeds(loader, shuffle, topology, control.size),
+        if dispatches or control.size == 1
+        else _worker_seeds(loader, shuffle, topology, control.size, alike=iterable and not itself),
         # Without "generator": readers agree on the source of the order in any case (`Shuffle`).
         synchronized=tuple(name for name in run.config.rng_types if name != "generator"),
         epoch=epoch,
     )
+
+
+def _shared_by(
+    loader: DataLoader[Any],
+    batches: Any,
+    run: Run,
+    source: DataSource | None,
+    already_sharded: bool | None,
+) -> tuple[SharedBy, str]:
+    """Return what shares out the data, and the reason for people."""
+    data, topology = run.config.data, run.topology
+    iterable = isinstance(loader.dataset, IterableDataset)
+    told = data.already_sharded if already_sharded is None else already_sharded
+    replicas = _replicas(batches, getattr(batches, "sampler", loader.sampler), topology)
+    library = "" if source is None else source.library
+    itself = ""
+    if replicas:
+        itself = f"{replicas} says num_replicas"
+    elif told:
+        itself = "already_sharded"
+    elif told is None and source is not None and source.shares_itself:
+        itself = library
+    if itself and data.dispatch_batches:
+        raise ConfigError(
+            f"data.dispatch_batches=True lets rank 0 read for all, but this dataloader's data shares itself"
+            f" out ({itself})\nleave dispatch_batches unset, or give the data undivided"
+        )
+    if itself:
+        return ("dataset", itself) if run.collectives("control").size > 1 else ("index", "one reader")
+    if run.collectives("control").size == 1 or data.dispatch_batches is False:
+        return ("every", "dispatch_batches is false") if iterable else ("index", "map-style data")
+    if not (iterable or data.dispatch_batches):
+        return "index", "map-style data"
+    if data.dispatch_batches is None and told is None and not library and topology.readers > 1:
+        _logger.warning(
+            "the iterable dataset %s is read by rank 0 for all %d readers: if its __iter__ takes a share by"
+            " rank, the other shares are lost; then set data.already_sharded to true, else to false",
+            type(loader.dataset).__name__,
+            topology.readers,
+        )
+    # Iterable datasets by default: their random order may differ between processes.
+    return "rank0", "dispatch_batches" if data.dispatch_batches else "an iterable dataset"
+
+
+def _replicas(batches: Any, sampler: Any, topology: Topology) -> str:
+    """Return the class of the loader's sampler that takes this reader's share; "" if there is none."""
+    for each in (batches, sampler):
+        replicas = getattr(each, "num_replicas", None) or 1  # torch's word; not all inherit from its class
+        if replicas == 1:
+            continue
+        name, rank = type(each).__name__, getattr(each, "rank", topology.reader)
+        if (replicas, rank) != (topology.readers, topology.reader):
+            raise ConfigError(
+                f"this dataloader's {name} takes share {rank} of num_replicas={replicas}, but this process is"
+                f" reader {topology.reader} of {topology.readers}\n"
+                f"give {name} num_replicas={topology.readers} and rank={topology.reader}, or give the"
+                " DataLoader shuffle=True instead of that sampler"
+            )
+        return name
+    return ""
 
 
 def _shared_epoch(inner: DataLoader[Any]) -> Tensor | None:
@@ -189,15 +294,17 @@ def _cuts(batches: Any) -> bool:
     return isinstance(batches, BatchSampler) and made_by in ("torch", "torchdata")
 
 
-def _sharding(batches: Any, data: DataLoaderConfiguration, topology: Topology, *, iterable: bool) -> Sharding:
+def _sharding(
+    batches: Any, data: DataLoaderConfiguration, reader: int, readers: int, *, iterable: bool
+) -> Sharding:
     """Return the sharding of rounds between readers.
 
     `batches` has the batch size: the sampler of batches, or the loader of an iterable dataset.
     """
     size = 1 if batches is None else getattr(batches, "batch_size", None)
     return Sharding(
-        reader=topology.reader,
-        readers=topology.readers,
+        reader=reader,
+        readers=readers,
         batch_size=1 if size is None and iterable else size,
         split=data.split_batches,
         even=data.even_batches,
@@ -219,12 +326,12 @@ def _agreement(run: Run, loader: DataLoader[Any]) -> Any:
 
 
 def _worker_seeds(
-    loader: DataLoader[Any], shuffle: Shuffle, topology: Topology, ranks: int
+    loader: DataLoader[Any], shuffle: Shuffle, topology: Topology, ranks: int, *, alike: bool
 ) -> Callable[[int], int] | None:
     """Return `LoaderPlan.seed_workers` of a loader that several ranks read."""
     if not loader.num_workers:
         return None
-    if isinstance(loader.dataset, IterableDataset):  # ranks read the whole dataset, in the same random order
+    if alike:  # ranks read the whole of an iterable dataset, in the same random order
         return shuffle.agreed
     reader = topology.reader
     is_shared = ranks > topology.readers
@@ -245,18 +352,8 @@ def _shards(loader: DataLoader[Any], sharding: Sharding, *, everyone: bool, stat
     }
 
 
-def _check(
-    loader: DataLoader[Any], batches: Any, data: DataLoaderConfiguration, readers: int, *, iterable: bool
-) -> None:
-    """Refuse settings that do not work with this loader."""
-    for sampler in (batches, getattr(batches, "sampler", loader.sampler)):
-        replicas = getattr(sampler, "num_replicas", None) or 1  # torch's word; not all inherit from its class
-        if replicas > 1:
-            raise ConfigError(
-                f"this dataloader is sharded already: its {type(sampler).__name__} is one of {replicas}"
-                " replicas, and prepare shards the data itself\n"
-                "give the DataLoader shuffle=True instead of that sampler"
-            )
+def _check(loader: DataLoader[Any]) -> None:
+    """Refuse a loader whose position cannot be known."""
     if skips := getattr(loader, "_batches_to_skip", 0):
         raise ConfigError(
             f"skip_first_batches was called before prepare: this dataloader leaves out {skips} batches of its"
@@ -268,9 +365,19 @@ def _check(
             "this dataloader has in_order=False: batches that come in any order can neither be counted for a"
             " resume nor told from padding\nleave in_order unset, or use the DataLoader without preparing it"
         )
+
+
+def _check_split(batches: Any, data: DataLoaderConfiguration, readers: int, *, itself: bool) -> None:
+    """Refuse `split_batches` for batches that cannot be split. `batches` has the batch size."""
     if not data.split_batches or readers == 1:
         return
-    size = getattr(loader if iterable else batches, "batch_size", None)
+    size = getattr(batches, "batch_size", None)
+    if itself:
+        raise ConfigError(
+            f"data.split_batches=True splits each batch between {readers} readers, but this dataloader's data"
+            f" shares itself out: each reader has batches of {size}\n"
+            f"leave split_batches unset, and give the DataLoader the batch size of one reader"
+        )
     if size is None or size % readers:
         raise ConfigError(
             f"data.split_batches=True splits each batch between {readers} readers, but this"

@@ -34,6 +34,7 @@ class Position:
         length: samples (or batches) per epoch; None if unknown.
         dealt: (batches per round, batch size, workers, True if one process reads a `stateful` loader for
             all).
+        share: (reader, readers) if the data shares itself out, and only this reader can continue; else empty.
         sampler: name of the sampler of samples or batches; "" if there is no sampler.
         drawn: source of this epoch's order; None before the order is drawn, or if nothing is random.
         generators: current states of the generators that the user passed to the loader, by role.
@@ -48,6 +49,7 @@ class Position:
     consumed: int = 0
     length: int | None = None
     dealt: tuple[int, ...] = ()
+    share: tuple[int, ...] = ()
     sampler: str = ""
     drawn: Drawn = None
     generators: Mapping[str, str] = field(factory=dict)
@@ -57,11 +59,19 @@ class Position:
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict of values that JSON can hold; `state` is unchanged."""
-        return {**asdict(self, recurse=False), "dealt": list(self.dealt)}
+        return {**asdict(self, recurse=False), "dealt": list(self.dealt), "share": list(self.share)}
 
     def require_same(self, current: Position) -> None:
         """Raise CheckpointError if a loader at `current` cannot continue in the middle of this epoch."""
         changes = []
+        if self.share != current.share:
+            shares = [
+                "share {} of {}, which the data makes itself,".format(*share)
+                if share
+                else "one order for all"
+                for share in (self.share, current.share)
+            ]
+            changes.append(f"{shares[0]} here {shares[1]}")
         if self.length != current.length:
             changes.append(f"{self.length} samples or batches, here {current.length}")
         if self.sampler != current.sampler:
@@ -103,7 +113,7 @@ class Progress:
         total: number of batches of the iteration; -1 until known.
         settled: number of batches that a position counts; None: all that were handed out.
         ends: this reader's number of batches when no reader has another; -1 until known. Only if one process
-            reads for all.
+            reads for all, or the data shares itself out: then 0 until known.
         padded: number of a batch -> real samples in its round, PARTIAL_ROUND or LAST_ROUND. Batches of rounds
             with the mark NO_PADDING are absent.
         states: number of a batch that was read but not counted yet -> state of a `stateful` loader after it.

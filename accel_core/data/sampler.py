@@ -47,8 +47,13 @@ class ShardedSampler:
         items = len(self.shuffle.items)
         if self.batch_size is None:
             return self.sharding.length(items)
-        batches = items // self.batch_size if self.sharding.drop_last else -(-items // self.batch_size)
-        return self.sharding.length(batches, items)
+        return self.sharding.length(self.batches_from(0), items)
+
+    def batches_from(self, start: int) -> int:
+        """Return the number of batches of one reader from unit `start` of the order on."""
+        assert self.batch_size is not None
+        items = max(0, len(self.shuffle.items) - start)
+        return items // self.batch_size if self.sharding.drop_last else -(-items // self.batch_size)
 
     def _batches(self, progress: Progress, sharding: Sharding) -> Iterator[Any]:
         head, batches = self._opened(progress, sharding)

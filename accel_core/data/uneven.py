@@ -30,11 +30,15 @@ def check_unit(run: Run, unit: Unit, what: Literal["forward", "backward"], *, tr
     waits = (what == "forward" and unit.forward_is_collective) or (trains and _waits_in_training(run, unit))
     if not waits or unit.step_state.uneven:
         return
+    if loader.shared_by == "dataset":
+        reason, remedy = "the data shares itself out", "give each reader as many batches"
+    else:
+        reason, remedy = "data.even_batches is off", "set data.even_batches"
     raise AccelError(
         f"{what}{loader.place} of the dataloader of {type(loader.dataset).__name__}: not all of"
-        f" {run.topology.readers} readers have this batch (data.even_batches is off), and {unit.strategy!r}"
+        f" {run.topology.readers} readers have this batch ({reason}), and {unit.strategy!r}"
         " would hang waiting for the others\n"
-        "train inside `with accelerator.join_uneven_inputs([model]):`, or set data.even_batches; evaluate"
+        f"train inside `with accelerator.join_uneven_inputs([model]):`, or {remedy}; evaluate"
         " under torch.no_grad()"
     )
 

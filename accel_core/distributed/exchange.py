@@ -165,12 +165,17 @@ class CollectiveCall:
         return value if is_source else _unpickled(sent)
 
     def _compare_if_debugging(self, agreed: int) -> None:
-        if not any(os.environ.get(name) == "1" for name in ("ACCEL_DEBUG", "ACCELERATE_DEBUG_MODE")):
+        if not is_debugging():
             return
         if self._is_world:  # by a header, as the calls on other ranks that this one may meet
             _exchange_bytes(self._meeting, self._call, agreed, torch.empty(0, dtype=torch.uint8, device=_CPU))
         elif any(other != agreed for other in self._meeting.all_gather_object(agreed)):
             raise _disagreement(self._meeting, self._call)
+
+
+def is_debugging() -> bool:
+    """Return whether ranks compare more than they need: ACCEL_DEBUG=1 or ACCELERATE_DEBUG_MODE=1."""
+    return any(os.environ.get(name) == "1" for name in ("ACCEL_DEBUG", "ACCELERATE_DEBUG_MODE"))
 
 
 @contextmanager

@@ -97,6 +97,7 @@ def _loader(run: Run, number: int, loader: PreparedLoader, scheduler_steps: int)
         batches = len(loader)
     except TypeError:  # an iterable dataset without length
         yield f"loader {number}: batches{shared}; how many an epoch has is not known"
+        yield from _sharing(run, loader)
         return
     effective = f" of {together * size} samples" if together else ""
     whole, rest = divmod(batches, size)
@@ -106,12 +107,24 @@ def _loader(run: Run, number: int, loader: PreparedLoader, scheduler_steps: int)
     elif rest:
         left = f", {_count(rest, 'micro-batch', 'es')} left for the next epoch's first"
     yield f"loader {number}: an epoch has {_count(batches, 'batch', 'es')}{shared}"
+    yield from _sharing(run, loader)
     yield f"  trained on, an epoch makes {_count(steps, 'optimizer step')}{effective}{left}"
     for scheduler in (each for unit in run.units for each in unit.schedulers):
         for name, length in lengths(scheduler):
             if (count := epochs(run, length, batches, scheduler_steps)) is not None:
                 ends = f"ends after {count:.4g} epoch(s), if it steps with the optimizer"
                 yield f"  {name} of {length:g} steps {ends}"
+
+
+def _sharing(run: Run, loader: PreparedLoader) -> Iterator[str]:
+    if run.topology.readers > 1:
+        how = {
+            "index": "each reader reads its part of one order",
+            "rank0": "rank 0 reads for all",
+            "every": "each reader reads everything and keeps its share",
+            "dataset": "the data shares itself out",
+        }[loader.shared_by]
+        yield f"  shared by {loader.shared_by}: {how} ({loader.shared_because})"
 
 
 def _count(number: int, what: str, plural: str = "s") -> str:

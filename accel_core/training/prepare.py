@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.data import DataLoader
+
 from accel_core.data.loader import prepare_loader
 from accel_core.training.build import build_unit
 from accel_core.training.plan import kind_of, plan_prepare
@@ -27,6 +29,7 @@ def prepare(
     name: str | None = None,
     placement: Sequence[bool | None] | None = None,
     scheduler_steps: int = 1,
+    already_sharded: bool | None = None,
 ) -> list[Any]:
     """Return the prepared form of each object, in the order of the arguments. Collective.
 
@@ -37,6 +40,7 @@ def prepare(
         name: name of the unit.
         placement: whether each object is moved to the device; None: as the config says.
         scheduler_steps: scheduler steps per optimizer step.
+        already_sharded: whether each rank's dataloader has its own part of the data; None: as the config says.
 
     Raises:
         AccelError, ConfigError: see `plan_prepare`; or a plugin refuses the objects.
@@ -51,7 +55,7 @@ def prepare(
             group.units.append(run.make_unit(name, strategy, earlier))
         group.check_unit(plan.placed)
     loaders: dict[int, Any] = {
-        id(loader): prepare_loader(loader, run, plan.placed[id(loader)])
+        id(loader): prepare_loader(loader, run, plan.placed[id(loader)], already_sharded)
         for loader in plan.of_kind["dataloader"]
     }
     if run.world.size > 1:
@@ -69,7 +73,8 @@ def prepare(
     if plan.schedules and loaders and scheduler_steps == 1:
         from accel_core.training.schedules import warn_of_shorter_epochs  # late: few calls need it
 
-        pairs = [(loader, loaders[id(loader)]) for loader in plan.of_kind["dataloader"]]
+        given = [loader for loader in plan.of_kind["dataloader"] if isinstance(loader, DataLoader)]
+        pairs = [(loader, loaders[id(loader)]) for loader in given]
         warn_of_shorter_epochs(run, [scheduler for scheduler, _ in plan.schedules], pairs)
     results: list[Any] = prepared.add_results(plan.objects, loaders)
     return results

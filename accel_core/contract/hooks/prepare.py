@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_core.contract.config import RunConfig
+    from accel_core.contract.data import DataSource
     from accel_core.contract.mesh import Mesh, MeshDim
     from accel_core.contract.unit import Unit
     from accel_core.contract.world import Collectives, Topology, World
@@ -95,6 +96,20 @@ def transform_model(unit: Unit, model: nn.Module, phase: str) -> nn.Module:
 @spec("owner")
 def place_model(unit: Unit, model: nn.Module, device: torch.device) -> nn.Module:
     """Move the model's parameters and buffers. base: `model.to(device)`."""
+
+
+def _uppermost(hook: str, answers: Sequence[tuple[str, DataSource]]) -> DataSource | None:
+    return answers[-1][1] if answers else None
+
+
+@spec("everyone", _uppermost)
+def data_source(loader: Any, topology: Topology) -> DataSource | None:
+    """Return how a library's loader gives this rank its data; None for loaders of other libraries.
+
+    Called with each dataloader of a `prepare`, on all ranks. A class of loaders that is no
+    `torch.utils.data.DataLoader` must be in `prepares` of the card. Raise ConfigError if the data were divided
+    for other readers than those of `topology`. The uppermost plugin that answers is taken.
+    """
 
 
 @spec("owner")
