@@ -27,7 +27,6 @@ from accel_core.training.accumulation import Accumulation
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
-    from torch.utils.data import DataLoader
 
     from accel_core.contract.config import (
         GradientAccumulationPlugin,

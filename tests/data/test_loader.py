@@ -424,15 +424,15 @@ class Repeated(Sampler):
 @pytest.mark.parametrize(
     "given",
     [
-        {"sampler": DistributedSampler(range(8), num_replicas=2, rank=0)},
-        {"sampler": Repeated(2)},
-        {"batch_sampler": Repeated(2, batches=True)},
-        {"batch_size": None, "sampler": BatchSampler(Repeated(2), 2, drop_last=False)},
+        {"sampler": DistributedSampler(range(8), num_replicas=3, rank=0)},
+        {"sampler": DistributedSampler(range(8), num_replicas=2, rank=1)},
+        {"sampler": Repeated(3)},
+        {"batch_sampler": Repeated(3, batches=True)},
+        {"batch_size": None, "sampler": BatchSampler(Repeated(3), 2, drop_last=False)},
     ],
 )
-def test_a_loader_that_is_sharded_already_is_refused(given):
-    """Each rank shared its own part out again, and read a part of that."""
-    with pytest.raises(ConfigError, match="sharded already: its .* is one of 2 replicas"):
+def test_a_sampler_for_other_readers_is_refused_by_name(given):
+    with pytest.raises(ConfigError, match="takes share . of num_replicas=., but this process is reader 0 of 2"):
         prepared(lambda _: DataLoader(Numbers(8), **given), readers=2)
 
 

@@ -107,8 +107,8 @@ def data_source(loader: Any, topology: Topology) -> DataSource | None:
     """Return how a library's loader gives this rank its data; None for loaders of other libraries.
 
     Called with each dataloader of a `prepare`, on all ranks. A class of loaders that is no
-    `torch.utils.data.DataLoader` must be in `prepares` of the card. Raise ConfigError if the data were divided
-    for other readers than those of `topology`. The uppermost plugin that answers is taken.
+    `torch.utils.data.DataLoader` must be in `prepares` of the card. Raise ConfigError if the data is divided
+    between other readers than `topology` has. The uppermost plugin that answers is taken.
     """
 
 
