@@ -26,6 +26,7 @@ _PUBLIC: Final = {
         "InitProcessGroupKwargs KwargsHandler LaunchConfig ProfileKwargs ProjectConfiguration Proposal "
         "RunConfig TorchDynamoPlugin"
     ),
+    "contract.data": "DataSource",
     "contract.hooks": "implements",
     "contract.job": "Allocation Job SubmittedJob",
     "contract.mesh": "Mesh MeshDim arrange",

@@ -22,7 +22,10 @@ class DataSource:
     `set_epoch`, if the loader has it, is called with the number of each epoch. A loader with `state_dict` and
     `load_state_dict` resumes by its own state, which is the state after the batch that it returned last.
     """
-    shares_itself: bool
-    """True if each reader's loader gives another part of the data; False if core shares the data out."""
+    shares_itself: bool | None
+    """True if each reader's loader gives another part of the data; False if core shares the data out.
+
+    None: nobody knows, and core guesses.
+    """
     resumes_anywhere: bool = False
     """True if any number of readers and workers can continue from the loader's state."""

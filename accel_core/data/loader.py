@@ -54,7 +54,9 @@ class PreparedLoader(DataLoader[Any]):
     def __init__(
         self, loader: Any, run: Run, device_placement: bool = True, already_sharded: bool | None = None
     ) -> None:
-        source = run.hooks.data_source(loader, run.topology)
+        if already_sharded is None:
+            already_sharded = run.config.data.already_sharded
+        source = run.hooks.data_source(loader, run.topology, already_sharded)
         loader = loader if source is None else source.loader
         # Without workers, reading ahead would draw random numbers of this process too early.
         ahead, pinned = loader.num_workers > 0, bool(loader.pin_memory) and can_pin(run.device)

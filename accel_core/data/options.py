@@ -213,15 +213,14 @@ def _shared_by(
     """Return what shares out the data, and the reason for people."""
     data, topology = run.config.data, run.topology
     iterable = isinstance(loader.dataset, IterableDataset)
-    told = data.already_sharded if already_sharded is None else already_sharded
     replicas = _replicas(batches, getattr(batches, "sampler", loader.sampler), topology)
-    library = "" if source is None else source.library
+    library = "" if source is None or source.shares_itself is None else source.library
     itself = ""
     if replicas:
         itself = f"{replicas} says num_replicas"
-    elif told:
+    elif already_sharded:
         itself = "already_sharded"
-    elif told is None and source is not None and source.shares_itself:
+    elif source is not None and source.shares_itself:
         itself = library
     if itself and data.dispatch_batches:
         raise ConfigError(
@@ -234,7 +233,7 @@ def _shared_by(
         return ("every", "dispatch_batches is false") if iterable else ("index", "map-style data")
     if not (iterable or data.dispatch_batches):
         return "index", "map-style data"
-    if data.dispatch_batches is None and told is None and not library and topology.readers > 1:
+    if data.dispatch_batches is None and already_sharded is None and not library and topology.readers > 1:
         _logger.warning(
             "the iterable dataset %s is read by rank 0 for all %d readers: if its __iter__ takes a share by"
             " rank, the other shares are lost; then set data.already_sharded to true, else to false",

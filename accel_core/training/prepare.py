@@ -40,7 +40,7 @@ def prepare(
         name: name of the unit.
         placement: whether each object is moved to the device; None: as the config says.
         scheduler_steps: scheduler steps per optimizer step.
-        already_sharded: whether each rank's dataloader has its own part of the data; None: as the config says.
+        already_sharded: whether each rank's loader has its own part of the data; None: as the config says.
 
     Raises:
         AccelError, ConfigError: see `plan_prepare`; or a plugin refuses the objects.

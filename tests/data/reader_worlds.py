@@ -82,7 +82,7 @@ def world(readers=1, *, device="cpu", wrap=None, mark_step=None, rng_types=("gen
             topology=Topology(reader=reader, readers=readers),
             world=SimpleNamespace(size=1),  # nobody trains here
             device=torch.device(device),
-            hooks=SimpleNamespace(step=steps.get, data_source=lambda loader, topology: None),
+            hooks=SimpleNamespace(step=steps.get, data_source=lambda loader, topology, already_sharded: None),
             mark_step=mark_step,
             units=[],
             active_loaders=[],

@@ -432,7 +432,9 @@ class Repeated(Sampler):
     ],
 )
 def test_a_sampler_for_other_readers_is_refused_by_name(given):
-    with pytest.raises(ConfigError, match="takes share . of num_replicas=., but this process is reader 0 of 2"):
+    with pytest.raises(
+        ConfigError, match="takes share . of num_replicas=., but this process is reader 0 of 2"
+    ):
         prepared(lambda _: DataLoader(Numbers(8), **given), readers=2)
 
 

@@ -53,6 +53,7 @@ PLUGINS = {
     "accel-kubernetes": {"kubernetes"},
     "accel-sagemaker": {"sagemaker"},
     "accel-context-parallel": {"cp"},
+    "accel-data": {"data-libraries"},
     "accel-ema": {"ema"},
     "accel-big-models": {"dispatched", "estimate"},
     "accel-bitsandbytes": {"bitsandbytes"},

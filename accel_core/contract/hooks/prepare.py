@@ -103,12 +103,13 @@ def _uppermost(hook: str, answers: Sequence[tuple[str, DataSource]]) -> DataSour
 
 
 @spec("everyone", _uppermost)
-def data_source(loader: Any, topology: Topology) -> DataSource | None:
+def data_source(loader: Any, topology: Topology, already_sharded: bool | None) -> DataSource | None:
     """Return how a library's loader gives this rank its data; None for loaders of other libraries.
 
     Called with each dataloader of a `prepare`, on all ranks. A class of loaders that is no
     `torch.utils.data.DataLoader` must be in `prepares` of the card. Raise ConfigError if the data is divided
-    between other readers than `topology` has. The uppermost plugin that answers is taken.
+    between other readers than `topology` has. The uppermost plugin that answers is taken. `already_sharded` is
+    the program's own word, None if it says nothing.
     """
 
 
