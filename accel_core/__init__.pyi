@@ -34,6 +34,7 @@ from accel_core.contract.config import ProjectConfiguration as ProjectConfigurat
 from accel_core.contract.config import Proposal as Proposal
 from accel_core.contract.config import RunConfig as RunConfig
 from accel_core.contract.config import TorchDynamoPlugin as TorchDynamoPlugin
+from accel_core.contract.data import DataSource as DataSource
 from accel_core.contract.hooks import implements as implements
 from accel_core.contract.job import Allocation as Allocation
 from accel_core.contract.job import Job as Job

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -52,7 +54,9 @@ def test_a_distributed_sampler_is_taken_as_it_is_with_its_epochs(run_processes):
     results = run_processes(sampled)
     assert all(same for same, _, _ in results)
     for epoch in range(2):
-        assert sorted(sum((sum(epochs[epoch], []) for _, epochs, _ in results), [])) == list(range(12))
+        assert sorted(n for _, epochs, _ in results for batch in epochs[epoch] for n in batch) == list(
+            range(12)
+        )
     assert "shared by dataset: the data shares itself out (DistributedSampler" in results[0][2]
 
 
@@ -61,7 +65,7 @@ def counted(lengths):
     loader = stream(accelerator, lengths)
     samples = [accelerator.gather_for_metrics(batch).tolist() for batch in loader]
     accelerator.end_training()
-    return sorted(sum(samples, []))
+    return sorted(chain(*samples))
 
 
 def test_metrics_see_each_sample_of_each_share_once(run_processes):
@@ -138,7 +142,7 @@ def resumed(folder, options):
     except CheckpointError as error:
         return str(error)
     finally:
-        seen = [] if accelerator.num_processes != 2 else sum((batch.tolist() for batch in loader), [])
+        seen = [] if accelerator.num_processes != 2 else [*chain(*(batch.tolist() for batch in loader))]
         accelerator.end_training()
     return seen
 

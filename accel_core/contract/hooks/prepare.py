@@ -108,8 +108,8 @@ def data_source(loader: Any, topology: Topology, already_sharded: bool | None) -
 
     Called with each dataloader of a `prepare`, on all ranks. A class of loaders that is no
     `torch.utils.data.DataLoader` must be in `prepares` of the card. Raise ConfigError if the data is divided
-    between other readers than `topology` has. The uppermost plugin that answers is taken. `already_sharded` is
-    the program's own word, None if it says nothing.
+    between other readers than `topology` has. The uppermost plugin that answers is taken. `already_sharded`
+    is what the program says, None if it says nothing.
     """
 
 

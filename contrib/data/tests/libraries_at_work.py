@@ -28,7 +28,9 @@ def write(folder: Path, library: str) -> None:
     elif library == "litdata":
         import litdata
 
-        litdata.optimize(fn=int, inputs=list(range(LENGTH)), output_dir=str(folder), chunk_size=4, num_workers=1)
+        litdata.optimize(
+            fn=int, inputs=list(range(LENGTH)), output_dir=str(folder), chunk_size=4, num_workers=1
+        )
     elif library.startswith("webdataset"):
         import webdataset
 
@@ -40,6 +42,7 @@ def write(folder: Path, library: str) -> None:
 
 def stand_in_for_torchvision() -> None:
     """mosaic imports torchvision for its datasets of images; its wheels do not fit every build of torch."""
+
     class Anything(types.ModuleType):
         __path__: tuple[str, ...] = ()
 
@@ -106,7 +109,11 @@ def loader_of(library: str, folder: Path, workers: int, accelerator: Accelerator
 def samples(batch) -> list[int]:
     if isinstance(batch, dict):
         batch = batch["x"]
-    return torch.as_tensor(batch[0] if isinstance(batch, (list, tuple)) and torch.is_tensor(batch[0]) else batch).flatten().tolist()
+    return (
+        torch.as_tensor(batch[0] if isinstance(batch, (list, tuple)) and torch.is_tensor(batch[0]) else batch)
+        .flatten()
+        .tolist()
+    )
 
 
 def prepared(library, folder, workers):

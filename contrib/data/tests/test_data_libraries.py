@@ -1,4 +1,4 @@
-"""Each library itself, on tiny local data: each sample once, and a position that its loader can continue from."""
+"""Each library itself, on tiny local data: each sample once, and a position to continue from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The extension `data-libraries`: who shares out the data of a library's loader, and what its state is good for."""
+"""The extension `data-libraries`: which loaders of libraries share their data out themselves."""
 
 from __future__ import annotations
 
@@ -114,7 +114,8 @@ def _check_readers(library: str, readers: int, topology: Topology) -> None:
     if readers != topology.readers:
         raise ConfigError(
             f"{library} divides this data between {readers} processes, but this run has {topology.readers}"
-            " readers\nmake the dataset after the Accelerator, or replicate it over the ranks that share a reader"
+            " readers\nmake the dataset after the Accelerator, or replicate it over"
+            " the ranks of one reader"
         )
 
 
