@@ -90,7 +90,21 @@ def plain(*, adapted=False):
     return losses, norms, {name: value.detach() for name, value in model.state_dict().items()}
 
 
-def adopted(environment, adapted=False, options=None):
+def fail_in_backward(model):
+    """A backward that ends in an error, as of memory that is out, after some gradients are there."""
+
+    def fail(gradient):
+        raise MemoryError
+
+    handle = model.down.weight.register_hook(fail)
+    try:
+        grid_job.loss_of(model, *data()[:2]).backward()
+    except MemoryError:
+        model.zero_grad()
+    handle.remove()
+
+
+def adopted(environment, adapted=False, options=None, fails=False):
     """The same of a model that was sharded by hand."""
     os.environ.update(environment, ACCEL__GRADIENT_ACCUMULATION_STEPS=str(WINDOW))
     accelerator = Accelerator(cpu=True)
@@ -100,6 +114,8 @@ def adopted(environment, adapted=False, options=None):
     optimizer = optimizer_of(model)
     loader = DataLoader(data(), BATCH // accelerator.num_processes)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if fails:
+        fail_in_backward(model)
     losses, norms = train(model, optimizer, loader, accelerator)
     weights = accelerator.get_state_dict(model, rank0_only=False)
     unused = model.unused.weight.grad if adapted else None

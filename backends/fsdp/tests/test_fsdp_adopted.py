@@ -32,6 +32,12 @@ def test_adapters_beside_sharded_weights_are_averaged_and_count_once_in_the_norm
 
 
 @pytest.mark.full
+def test_adapters_are_averaged_after_a_backward_that_failed(run_processes):
+    found = run_processes(adopted_job.adopted, FSDP, True, {}, True, world=2)
+    same(found, adopted_job.plain(adapted=True))
+
+
+@pytest.mark.full
 def test_replicas_of_shards_need_no_setting(run_processes):
     same(run_processes(adopted_job.adopted, FSDP, False, {"replicate": 2}, world=4), adopted_job.plain())
 

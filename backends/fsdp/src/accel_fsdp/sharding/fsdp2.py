@@ -147,7 +147,8 @@ class Sharded(FullyShardedDataParallel):
             self._mixed.add(unit)
         if apart and self.mesh.size() > 1:
             zeros = partial(_gives_zeros, self._uses, ref(unit))
-            self._replicas.setdefault(unit, []).append(Replicas(apart, self.mesh, zeros))
+            trainable = [parameter for parameter in apart if parameter.is_floating_point()]
+            self._replicas.setdefault(unit, []).append(Replicas(trainable, self.mesh, zeros))
         self._finish(unit, model, made)
         return model
 

@@ -40,21 +40,22 @@ class Replicas:
         self._gives_zeros = gives_zeros
         self._groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
         self._ranks = mesh.size()
-        self._is_queued = False
+        self._last_backward = -1
+        """The backward that will average, by torch's number of it: one that failed has not."""
         for parameter in parameters:
             trains = parameter.requires_grad
             parameter.requires_grad_().register_post_accumulate_grad_hook(self._queue)
             parameter.requires_grad_(trains)  # it may be unfrozen later
 
     def _queue(self, parameter: Tensor) -> None:
-        if self.syncs and not self._is_queued:
-            self._is_queued = True
+        backward = torch._C._current_graph_task_id()
+        if self.syncs and backward != self._last_backward:
+            self._last_backward = backward
             Variable._execution_engine.queue_callback(self._average)
 
     @torch.no_grad()
     def _average(self) -> None:
         """Average the gradients, in one buffer per dtype. Collective over the mesh."""
-        self._is_queued = False
         trained = [parameter for parameter in self.parameters if parameter.requires_grad]
         for dtype in dict.fromkeys(parameter.dtype for parameter in trained):
             alike = [parameter for parameter in trained if parameter.dtype == dtype]
