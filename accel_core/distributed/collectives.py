@@ -77,11 +77,9 @@ def gather(tensor: Any, *, gradients: bool = False, every_rank: bool = False, ru
         TypeError: a leaf is not a tensor; `gather_for_metrics` and `gather_object` take other objects.
     """
     run = run or current()
-    if every_rank:
-        if gradients:
-            raise ValueError("gather: gradients=True is for readers\nleave out every_rank")
-        return _gather(tensor, run, "gather of every rank", dim="world")[0]
-    gathered, inputs = _gather(tensor, run, "gather")
+    if every_rank and gradients:
+        raise ValueError("gather: gradients=True is for readers\nleave out every_rank")
+    gathered, inputs = _gather(tensor, run, "gather", dim="world" if every_rank else None)
     return with_gradient("gather", gathered, inputs, partial(_own_parts, run) if gradients else None)
 
 
