@@ -139,7 +139,7 @@ def test_what_a_librarys_tensor_holds_moves_to_the_device_with_it() -> None:
     """torchao's weights were on the GPU by name, and their numbers in host memory."""
     parameter: Any = nn.Parameter(Holding(torch.ones(4)))
     before = parameter.held
-    meta._move(parameter, torch.device("cuda"))
+    meta.move(parameter, torch.device("cuda"))
     assert parameter.device.type == "cuda"
     assert parameter.held is not before
     assert isinstance(parameter, nn.Parameter)
