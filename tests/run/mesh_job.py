@@ -15,6 +15,7 @@ from accel_core import (
     MeshDim,
     hooks,
     implements,
+    ops,
     set_seed,
 )
 from accel_core.contract.run import live
@@ -83,6 +84,16 @@ def groups():
         key: run.collectives(name).all_gather(torch.tensor([run.world.rank])).tolist()
         for key, name in names.items()
     }
+    accelerator.end_training()
+    return found
+
+
+def gathered():
+    """Ranks that `gather` and `gather_object` join: one of each reader, and every one."""
+    accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
+    found = [ops.gather(torch.tensor([rank]), every_rank=every).tolist() for every in (False, True)]
+    found += [ops.gather_object([rank], every_rank=every) for every in (False, True)]
     accelerator.end_training()
     return found
 

@@ -92,6 +92,7 @@ def test_a_dimension_within_another_is_no_factor_of_the_world():
         [5, 13],
         [4, 5],
     )
+    assert mesh.group("dp_shard", "tp") == [4, 5, 12, 13]
 
 
 def test_it_is_drawn_with_the_ranks_of_each_group():
@@ -213,6 +214,11 @@ def test_collectives_run_along_a_dimension_and_several(grid, run_processes):
         assert each["loss"] == [at * 4 + odd * 2 + more for at in (0, 1) for more in (0, 1)]
         assert each["all"] == list(range(8))
         assert each["alone"] == [rank]
+
+
+def test_ranks_that_share_their_data_are_gathered_once_or_each(grid, run_processes):
+    for rank, found in enumerate(run(run_processes, mesh_job.gathered, *GRID)):
+        assert found == [[rank % 2, rank % 2 + 2], [0, 1, 2, 3]] * 2
 
 
 def test_an_unknown_dimension_names_those_there_are(grid, run_processes):

@@ -14,6 +14,7 @@ LAYOUTS = {
     "packed rows": ((2,), [_StridedShard(0, split_factor=2)]),
     "packed columns": ((2,), [_StridedShard(1, split_factor=2)]),
     "three in one": ((2,), [_StridedShard(0, split_factor=3)]),
+    "uneven": ((2,), [_StridedShard(0, split_factor=5)]),
     "rows, then packed columns": ((2, 1), [Shard(0), _StridedShard(1, split_factor=2)]),
     "rows that two dimensions split": ((2, 1), [_StridedShard(0, split_factor=1), Shard(0)]),
 }

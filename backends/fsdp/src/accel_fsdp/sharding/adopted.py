@@ -120,7 +120,7 @@ def refused_parts(model: nn.Module, mesh: Mesh | None) -> Iterator[str]:
 def _refused_ranks(unit: Unit, model: nn.Module, groups: Sequence[Any]) -> Iterator[str]:
     """Yield one reason if the ranks that share a weight are not the run's."""
     mesh, name = unit.mesh, type(model).__name__
-    data = [unit.run.world.rank] if mesh is None else sorted(mesh.group(*mesh.names("samples", "tokens")))
+    data = [unit.run.world.rank] if mesh is None else [*mesh.group(*mesh.names("samples", "tokens"))]
     for group in groups:
         ranks = sorted(_ranks(group.mesh_info.mesh))
         # Experts have a divisor: fewer ranks share them, and tokens of all ranks come to them.
